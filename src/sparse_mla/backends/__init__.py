@@ -1,0 +1,1 @@
+"""Backends: a row of ``table.py`` each; only binding a kernel imports its module."""

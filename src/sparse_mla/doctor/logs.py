@@ -1,0 +1,245 @@
+"""Reads a server log of any size and encoding, once, in bounded memory: escape codes and line prefixes are stripped,
+interleaved workers are told apart, wrapped lines are read as one."""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import itertools
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, BinaryIO
+
+from .signatures import MAX_SPAN, Match, Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_BLOCK_BYTES = 1 << 20
+_LINE_CHARS = 1 << 14  # a longer line is read in pieces of this size, all with its number
+_BUFFER_CHARS = 1 << 17  # text that one worker's stream holds before it is searched
+_TAIL_LINES = 1 << 11
+_MAX_WORKERS = 128
+_EXCERPT_CHARS = 300
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_BREAKS = re.compile(r"\r\n|\n|\r")
+_PREFIX = re.compile(
+    r"(?:"
+    r"\((?P<worker>[A-Za-z]\w{0,63}\s{1,4}pid=\d{1,10})(?:,\s?ip=[\d.]{7,15})?\)\s{0,4}"
+    r"|(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s\d\d-\d\d\s\d\d:\d\d:\d\d\s{1,4}(?:\[[^\]\n]{1,120}\]\s{0,4})?"
+    r"|\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{5,32}\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
+    r"|[A-Z][a-z]{2}\s[ \d]\d\s\d\d:\d\d:\d\d\s[\w.-]{1,64}\s[\w./-]{1,64}\[\d{1,10}\]:\s"
+    r"|[\w.-]{1,64}\s{0,16}\|\s"
+    r"|\[rank\d{1,5}\]:\s?"
+    r"){1,6}"
+)
+
+
+def printable(text: str, limit: int = _EXCERPT_CHARS) -> str:
+    """``text`` without escape sequences or control characters, cut to ``limit``: safe to print on a terminal."""
+    clean = _CONTROLS.sub("", _ESCAPES.sub("", text[: 4 * limit]).expandtabs(2).replace("\n", " "))
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def decoded(source: BinaryIO) -> Iterator[str]:
+    """Blocks of text. UTF-8 unless a byte-order mark or a pattern of zero bytes says UTF-16 or UTF-32."""
+    block = source.read(_BLOCK_BYTES)
+    decoder = codecs.getincrementaldecoder(_encoding(block))(errors="replace")
+    while block:
+        yield decoder.decode(block)
+        block = source.read(_BLOCK_BYTES)
+    yield decoder.decode(b"", final=True)
+
+
+def _encoding(head: bytes) -> str:
+    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF8, "utf-8-sig")):
+        if head.startswith(mark):
+            return name
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    sample = head[:4096]
+    even, odd = sample[::2].count(0), sample[1::2].count(0)
+    if max(even, odd) * 5 > len(sample) and min(even, odd) * 4 < max(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"
+    return "utf-8"
+
+
+def lines(blocks: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line; a line longer than 16,384 characters comes in pieces with one number."""
+    number, pending, partial = 1, "", False
+    for block in blocks:
+        pieces = _BREAKS.split(pending + block)
+        # A carriage return at the very end may be half of a CR LF: it stays with the rest.
+        pending = pieces.pop()
+        if block.endswith("\r") and pieces and not pending:
+            pending = pieces.pop() + "\r"
+        for piece in pieces:
+            for start in range(0, len(piece) or 1, _LINE_CHARS):
+                yield number, piece[start : start + _LINE_CHARS]
+            number += 1
+            partial = False
+        while len(pending) > _LINE_CHARS + 1:
+            yield number, pending[:_LINE_CHARS]
+            pending, partial = pending[_LINE_CHARS:], True
+    rest = pending.rstrip("\r")
+    if rest or partial:
+        yield number, rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hit:
+    """A signature that occurs in the log: where first, how often, and what its holes held there."""
+
+    key: str
+    line: int
+    worker: str
+    count: int
+    excerpt: str
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogReport:
+    """What one pass over a log found. ``facts`` are settings that the engine printed."""
+
+    hits: tuple[Hit, ...]
+    facts: Mapping[str, str]
+    num_lines: int
+    num_workers: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Squeezed text of one worker, and which line stands at which offset of it."""
+
+    worker: str
+    parts: list[str] = field(default_factory=list)
+    size: int = 0
+    held: int = 0
+    offsets: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    raws: list[str] = field(default_factory=list)
+
+    def add(self, number: int, line: str) -> None:
+        squeezed = "".join(line.split())
+        self.offsets.append(self.size)
+        self.numbers.append(number)
+        self.raws.append(line)
+        self.parts.append(squeezed)
+        self.size += len(squeezed)
+        self.held += len(line) + 1
+
+    def line_at(self, offset: int) -> int:
+        return max(bisect.bisect_right(self.offsets, offset) - 1, 0)
+
+    def excerpt(self, offset: int) -> str:
+        """The line at ``offset`` as it stood, from the match on when the line is long."""
+        index = self.line_at(offset)
+        raw = self.raws[index].strip()
+        if len(raw) > _EXCERPT_CHARS:
+            skip = offset - self.offsets[index]
+            positions = (place for place, char in enumerate(raw) if not char.isspace())
+            raw = raw[next(itertools.islice(positions, max(skip, 0), None), 0) :]
+        return printable(raw)
+
+    def keep_tail(self, text: str) -> None:
+        """Forget all but what a match that begins here may still need."""
+        start = max(len(text) - MAX_SPAN, 0)
+        first = max(self.line_at(start), len(self.offsets) - _TAIL_LINES)
+        self.offsets = [max(offset - start, 0) for offset in self.offsets[first:]]
+        self.numbers = self.numbers[first:]
+        self.raws = [raw if len(raw) <= _EXCERPT_CHARS else raw[:_EXCERPT_CHARS] for raw in self.raws[first:]]
+        self.parts = [text[start:]]
+        self.size = len(text) - start
+        self.held = 0
+
+
+@dataclass(slots=True)
+class _Scan:
+    """The state of one pass: streams by worker, first hit and count by key."""
+
+    signatures: Mapping[str, tuple[Signature, ...]]
+    facts: Mapping[str, tuple[Signature, ...]]
+    streams: dict[str, _Stream] = field(default_factory=dict)
+    hits: dict[str, Hit] = field(default_factory=dict)
+    found: dict[str, str] = field(default_factory=dict)
+
+    def stream(self, worker: str) -> _Stream:
+        if worker not in self.streams and len(self.streams) >= _MAX_WORKERS:
+            worker = "(further workers)"
+        return self.streams.setdefault(worker, _Stream(worker=worker))
+
+    def search(self, stream: _Stream, *, final: bool) -> None:
+        """Look at the stream's text. Matches that begin in the last ``MAX_SPAN`` characters wait for what follows."""
+        text = "".join(stream.parts)
+        limit = len(text) if final else max(len(text) - MAX_SPAN, 0)
+        for key, signatures in self.signatures.items():
+            for match in self._new(signatures, text, limit):
+                self._record(key, match, stream)
+        for name, signatures in self.facts.items():
+            for match in self._new(signatures, text, limit):
+                self._note(name, match)
+        stream.keep_tail(text)
+
+    @staticmethod
+    def _new(signatures: tuple[Signature, ...], text: str, limit: int) -> Iterator[Match]:
+        for signature in signatures:
+            for match in signature.find_all(text):
+                if match.start >= limit:
+                    break
+                yield match
+
+    def _record(self, key: str, match: Match, stream: _Stream) -> None:
+        number = stream.numbers[stream.line_at(match.start)]
+        known = self.hits.get(key)
+        count = known.count + 1 if known else 1
+        if known is not None and known.line <= number:
+            # Holes that the first occurrence lacks, because it was cut, are filled from later ones.
+            self.hits[key] = replace(known, count=count, fields={**match.fields, **known.fields})
+            return
+        # Streams are searched one after another: a later one may hold the earlier line.
+        older = known.fields if known else {}
+        self.hits[key] = Hit(
+            key=key,
+            line=number,
+            worker=stream.worker,
+            count=count,
+            excerpt=stream.excerpt(match.start),
+            fields={**older, **match.fields},
+        )
+
+    def _note(self, name: str, match: Match) -> None:
+        value = match.fields.get("value", "")
+        known = self.found.get(name)
+        if known is None or (name.startswith("max:") and float(value or 0) > float(known)):
+            self.found[name] = value
+
+
+def scan(
+    source: BinaryIO,
+    signatures: Mapping[str, tuple[Signature, ...]],
+    facts: Mapping[str, tuple[Signature, ...]] | None = None,
+) -> LogReport:
+    """Search a binary stream for ``signatures`` (by key) and settings (``facts``, hole named ``value``; the largest
+    value where the name begins with ``max:``, else the first)."""
+    state = _Scan(signatures=signatures, facts=facts or {})
+    worker, number = "", 0
+    for number, raw in lines(decoded(source)):
+        if not raw:
+            continue
+        line = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
+        prefix = _PREFIX.match(line)
+        if prefix is not None:
+            # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
+            worker = prefix["worker"] or ""
+            line = line[prefix.end() :]
+        stream = state.stream(worker)
+        stream.add(number, line)
+        if stream.held >= _BUFFER_CHARS:
+            state.search(stream, final=False)
+    for stream in state.streams.values():
+        state.search(stream, final=True)
+    hits = tuple(sorted(state.hits.values(), key=lambda hit: hit.line))
+    return LogReport(hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams))

@@ -1,0 +1,110 @@
+"""Plan: the backend of each stage and every byte of scratch, settled once, before anything runs. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import envs
+from .backends.table import TABLE
+from .problem import Stage
+from .resolve import Resolution, installed_packages, resolve
+from .workspace import BufferSpec, packed_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .backends.base import Row
+    from .device import Device
+    from .problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One stage: who runs it, in which mode, with which scratch."""
+
+    row: Row
+    mode: str
+    buffers: tuple[BufferSpec, ...]
+    resolution: Resolution
+
+    @property
+    def scratch_bytes(self) -> int:
+        return packed_bytes(self.buffers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Holds for every legal call of ``problem``: any rows up to max_num_tokens, any context up to max_model_len."""
+
+    problem: Problem
+    device: Device
+    write: StagePlan
+    select: StagePlan
+    attend: StagePlan
+
+    @property
+    def stages(self) -> dict[Stage, StagePlan]:
+        return {Stage.WRITE: self.write, Stage.SELECT: self.select, Stage.ATTEND: self.attend}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Stages run one after the other and nothing lives between them, so they share one arena."""
+        return max(stage.scratch_bytes for stage in self.stages.values())
+
+    def describe(self) -> dict[str, object]:
+        """Which backend runs each stage, in which mode, and the effective index_topk: part of every result."""
+        stages = {
+            str(stage): {"backend": item.row.name, "mode": item.mode, "scratch_bytes": item.scratch_bytes}
+            for stage, item in self.stages.items()
+        }
+        return {
+            "device": self.device.arch,
+            "index_topk": self.problem.dims.index_topk,
+            "scratch_bytes": self.scratch_bytes,
+            "stages": stages,
+        }
+
+
+def make_plan(
+    problem: Problem,
+    device: Device,
+    *,
+    backend: str | None = None,
+    budget_bytes: int | None = None,
+    rows: Sequence[Row] = TABLE,
+    assume_installed: bool = False,
+) -> Plan:
+    """Resolve every stage and state its scratch.
+
+    Args:
+        backend: a table name for all stages, or ``auto``; None reads SPARSE_MLA_BACKEND.
+        budget_bytes: what a stage may use where it has a choice; None reads SPARSE_MLA_SCRATCH_MIB.
+        rows: the table; tests pass their own.
+        assume_installed: answer for another machine: optional packages count as present.
+
+    Raises:
+        BackendRejectedError: a stage that no row, or not the row asked for, can run.
+        UsageError: an unknown backend name or a bad environment variable.
+    """
+    wanted = envs.get("SPARSE_MLA_BACKEND") if backend is None else backend
+    budget = envs.get("SPARSE_MLA_SCRATCH_MIB") if budget_bytes is None else budget_bytes
+    installed = None if assume_installed else installed_packages(rows)
+
+    def settle(stage: Stage) -> StagePlan:
+        resolution = resolve(stage, problem, device, backend=wanted, rows=rows, installed=installed)
+        row = resolution.require()
+        return StagePlan(
+            row=row,
+            mode=row.mode(problem, device),
+            buffers=row.scratch(problem, device, budget),
+            resolution=resolution,
+        )
+
+    return Plan(
+        problem=problem,
+        device=device,
+        write=settle(Stage.WRITE),
+        select=settle(Stage.SELECT),
+        attend=settle(Stage.ATTEND),
+    )
