@@ -118,20 +118,12 @@ class BatchLayout:
     def max_seq_len(self) -> int:
         return max(self.seq_lens, default=0)
 
-    def chunks(self, capacity: int, *, most: int, step: int = 1) -> Iterator[Chunk]:
-        """Cut the batch into runs of rows of one request whose rows × context fit into ``capacity`` scores.
-
-        Args:
-            capacity: scores that fit, i.e. rows times padded context; at least one ``step`` of rows is always taken.
-            most: rows of the largest chunk.
-            step: the padded context is a multiple of this many keys.
-        """
+    def chunks(self, most: int) -> Iterator[Chunk]:
+        """Cut the batch into runs of at most ``most`` rows, each of one request. Host ints only."""
         start = 0
-        for request, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
-            padded = -(-max(seq_len, 1) // step) * step
-            rows = max(1, min(most, capacity // padded))
-            for first in range(0, query_len, rows):
-                stop = min(first + rows, query_len)
+        for request, query_len in enumerate(self.query_lens):
+            for first in range(0, query_len, most):
+                stop = min(first + most, query_len)
                 yield Chunk(request=request, start=start + first, stop=start + stop, gather=first == 0)
             start += query_len
 

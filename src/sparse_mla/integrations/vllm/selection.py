@@ -1,0 +1,97 @@
+"""Whether ours serves a model: vLLM's own choice first, ours where it has none or where it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+
+from ... import envs
+from ...dims import MODEL_TYPES
+from ...errors import BackendRejectedError
+from ...requirements import Reason
+from . import seams
+from .contract import mismatches
+from .engine_plan import plan_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...plan import Plan
+
+MODE = "SPARSE_MLA_VLLM"
+
+
+def would_serve(model_type: str | None, asked_for: str | None) -> bool:
+    """Whether ours is going to be asked for a model: it is DSA, and no other backend was asked for.
+
+    Raises:
+        UsageError: the model is DSA and SPARSE_MLA_VLLM has a bad value.
+    """
+    if model_type not in MODEL_TYPES or asked_for not in (None, seams.BACKEND_NAME):
+        return False
+    return bool(envs.get(MODE) != "off")
+
+
+def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
+    """Class path of the backend for the sparse MLA layers of the model that is being built.
+
+    Args:
+        native: vLLM's own choice; raises where it has none.
+        asked_for: name of an explicit request, which is never answered by another backend.
+
+    Raises:
+        BackendRejectedError: ours was asked for, or nothing else is left, and it cannot serve; lists every reason.
+    """
+    if not would_serve(seams.current_model_type(), asked_for):
+        return native()
+    if asked_for == seams.BACKEND_NAME:
+        return _ours("it was asked for by name")
+    if envs.get(MODE) == "always":
+        return _ours(f"{MODE}=always")
+    try:
+        return native()
+    except (NotImplementedError, RuntimeError, ValueError) as refusal:
+        why = f'vLLM has no backend of its own ("{" ".join(str(refusal).split())}")'
+        return _ours(why, fallback=True)
+
+
+def _ours(why: str, *, fallback: bool = False) -> str:
+    unfit = _unfit_version()
+    if unfit:
+        raise BackendRejectedError("sparse-mla cannot serve this vLLM", unfit, f"{MODE}=off restores vLLM's own answer.")
+    plan = plan_for(seams.current_engine())
+    if fallback:
+        _require_proof(plan)
+    stages = ", ".join(f"{stage} {item.row.name} ({item.mode})" for stage, item in plan.stages.items())
+    problem = plan.problem
+    seams.logger().info(
+        "Using sparse-mla on %s: %s; latent %s, index keys %s, scratch %.1f MiB. Why: %s. %s=off restores vLLM's answer.",
+        plan.device.arch,
+        stages,
+        problem.latent,
+        problem.index,
+        plan.scratch_bytes / 2**20,
+        why,
+        MODE,
+    )
+    return seams.BACKEND_PATH
+
+
+def _unfit_version() -> list[Reason | str]:
+    vllm = seams.installed()
+    if vllm.version not in SpecifierSet(seams.SUPPORTED):
+        return [Reason(what="vLLM", needs=seams.SUPPORTED, got=vllm.version)]
+    return [str(found) for found in mismatches(vllm.root)]
+
+
+def _require_proof(plan: Plan) -> None:
+    """Unasked, ours serves only where an end-to-end run is on record."""
+    unproved = [
+        Reason(what=f"stage {stage}, backend {item.row.name}: a run on record", needs=plan.device.kind, got="none")
+        for stage, item in plan.stages.items()
+        if plan.device.kind not in item.row.proved_on
+    ]
+    if unproved:
+        hint = f"Set {MODE}=always to use it all the same."
+        raise BackendRejectedError("vLLM has no backend for this model, and sparse-mla was not asked for", unproved, hint)
