@@ -104,18 +104,22 @@ class BatchLayout:
 
     @property
     def num_tokens(self) -> int:
+        """T, padding tokens included."""
         return int(self.req_id_per_token.shape[0])
 
     @property
     def num_requests(self) -> int:
+        """R."""
         return len(self.query_lens)
 
     @property
     def max_query_len(self) -> int:
+        """Most query tokens of a request."""
         return max(self.query_lens, default=0)
 
     @property
     def max_seq_len(self) -> int:
+        """Tokens of the longest request, host upper bound."""
         return max(self.seq_lens, default=0)
 
     def chunks(self, most: int) -> Iterator[Chunk]:

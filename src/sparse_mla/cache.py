@@ -33,6 +33,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the field in one row."""
         return self.count * ITEM_BYTES[self.dtype]
 
 
@@ -61,6 +62,7 @@ class CacheFormat:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row, all fields."""
         return sum(field.nbytes for field in self.fields)
 
     @property
@@ -176,11 +178,12 @@ class CacheView:
             block_size=blocks.shape[1],
             block_stride_bytes=blocks.stride(0) * item if blocks.shape[0] > 1 else blocks.shape[1] * width * item,
             num_blocks=blocks.shape[0],
-            offset_bytes=blocks.storage_offset() * item,
+            offset_bytes=int(blocks.storage_offset()) * item,
         )
 
     @property
     def num_slots(self) -> int:
+        """Rows of the cache."""
         return self.num_blocks * self.block_size
 
     def field(self, name: str) -> torch.Tensor:
@@ -206,9 +209,7 @@ class CacheView:
         num_rows = (self.num_blocks - 1) * pitch + self.block_size if self.num_blocks else 0
         return self._strided(field, offset, (num_rows, field.count), (row_stride // item, 1)), pitch
 
-    def _strided(
-        self, field: Field, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> torch.Tensor:
+    def _strided(self, field: Field, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         import torch
 
         dtype = getattr(torch, DTYPE_NAMES[field.dtype])

@@ -96,7 +96,9 @@ def probe(device: torch.device | str | None = None) -> Device:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return replace(KNOWN["cpu"], units=cores, name=platform.processor() or platform.machine())
     if where.type != "cuda" or not torch.cuda.is_available():
-        raise UsageError(f"device {where}", needs="a CPU, or a GPU that this torch sees", got=f"torch {torch.__version__}")
+        raise UsageError(
+            f"device {where}", needs="a CPU, or a GPU that this torch sees", got=f"torch {torch.__version__}"
+        )
     facts = torch.cuda.get_device_properties(where)
     rocm = torch.version.hip is not None
     arch = facts.gcnArchName.split(":")[0] if rocm else f"sm{facts.major}{facts.minor}"

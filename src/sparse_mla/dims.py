@@ -38,6 +38,7 @@ class MLADims:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers, without multi-token-prediction layers."""
         return len(self.owns_indexer)
 
     @property

@@ -70,6 +70,13 @@ VARIABLES: tuple[Variable, ...] = (
         doc="Byte budget for the scratch of one stage, in MiB; a plan that cannot fit says how much it needs.",
     ),
     Variable(
+        name="SPARSE_MLA_INDEX_KEYS",
+        parse=_choice("fp8", "plain"),
+        default="fp8",
+        doc="How the vLLM plugin caches index keys. fp8: vLLM's own rows of fp8 values and a scale. plain: the "
+        "activations' dtype, without quantisation of keys or index queries.",
+    ),
+    Variable(
         name="SPARSE_MLA_TRACE",
         parse=str,
         default="",

@@ -30,6 +30,7 @@ class StagePlan:
 
     @property
     def scratch_bytes(self) -> int:
+        """Bytes of the stage's buffers, aligned."""
         return packed_bytes(self.buffers)
 
 
@@ -45,6 +46,7 @@ class Plan:
 
     @property
     def stages(self) -> dict[Stage, StagePlan]:
+        """The three stages by name."""
         return {Stage.WRITE: self.write, Stage.SELECT: self.select, Stage.ATTEND: self.attend}
 
     @property

@@ -43,7 +43,9 @@ def quantize_index_q(index_q: torch.Tensor, encoding: str = "fp8") -> tuple[torc
     Returns:
         ``[T, H_i, D_i]`` in the encoding, and ``[T, H_i] f32`` scales, which the caller folds into ``index_weights``.
     """
-    coded, scale = quantize(index_q, WriteRule(amax_floor=1e-10, fp8_max=FP8_MAX[encoding], power_of_two=True), encoding)
+    coded, scale = quantize(
+        index_q, WriteRule(amax_floor=1e-10, fp8_max=FP8_MAX[encoding], power_of_two=True), encoding
+    )
     return coded, scale.squeeze(-1)
 
 

@@ -30,6 +30,7 @@ class BufferSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffer."""
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
@@ -51,6 +52,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that were reserved."""
         return 0 if self._arena is None else self._arena.numel() - ALIGN
 
     def reserve(self, nbytes: int) -> None:
@@ -71,6 +73,7 @@ class Workspace:
         self._arena = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device=self._device)
 
     def lock(self) -> None:
+        """Refuse later growth."""
         self._locked = True
 
     def views(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def scores(index_q: torch.Tensor, index_weights: torch.Tensor, keys: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+def scores(
+    index_q: torch.Tensor, index_weights: torch.Tensor, keys: torch.Tensor, k_scale: torch.Tensor
+) -> torch.Tensor:
     """Scores ``[S] f64`` of one query token: k_scale[s] · Σ_h weight[h] · relu(q[h] · k[s]).
 
     Source: DeepSeek-V3.2's lightning indexer; relu keeps a NaN.

@@ -81,7 +81,9 @@ def field_bytes(view: CacheView, slot: int, field: Field) -> tuple[int, int]:
         if other.name == field.name:
             break
         earlier += other.nbytes
-    inside = earlier * view.block_size + row * field.nbytes if view.format.planar else row * view.format.row_bytes + earlier
+    inside = (
+        earlier * view.block_size + row * field.nbytes if view.format.planar else row * view.format.row_bytes + earlier
+    )
     return view.offset_bytes + block * view.block_stride_bytes + inside, field.nbytes
 
 

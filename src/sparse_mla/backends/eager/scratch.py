@@ -21,6 +21,7 @@ _SEGMENT = 512
 
 
 def round_up(value: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is no less than ``value``."""
     return -(-value // step) * step
 
 
@@ -35,11 +36,13 @@ def segment(index_topk: int) -> int:
 
 
 def strict(problem: Problem, device: Device) -> str:
+    """The one mode of this backend."""
     del problem, device
     return "strict"
 
 
 def no_buffers(problem: Problem, device: Device, budget: int) -> tuple[BufferSpec, ...]:
+    """Nothing: write needs row-sized temporaries only."""
     del problem, device, budget
     return ()
 

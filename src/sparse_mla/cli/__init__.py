@@ -1,0 +1,1 @@
+"""The command line: one file a command, each with SUMMARY, configure(parser) and run(args) -> exit code."""

@@ -1,0 +1,2 @@
+"""Engines that sparse-mla plugs into."""
+
