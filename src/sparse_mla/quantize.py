@@ -12,6 +12,9 @@ from .shapes import DTYPE_NAMES
 if TYPE_CHECKING:
     from .cache import Field
 
+_DECODE_ROWS = 256
+"""Rows decoded at once: the temporaries stay in cache, and small beside any planned scratch."""
+
 
 def quantize(values: torch.Tensor, rule: WriteRule, encoding: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension as one group.
@@ -60,11 +63,12 @@ def decode_fp8(stored: torch.Tensor, field: Field, out: torch.Tensor) -> None:
         field: its dtype names the encoding.
         out: ``[N, G] f32`` to fill.
     """
-    wide = stored.to(torch.int16)
-    sign = (wide & 0x80) << 8
-    magnitude = wide & 0x7F
     fnuz = field.dtype == "fp8fnuz"
-    half = (sign | (magnitude << 7)).view(torch.float16)
-    out.copy_(half).mul_(2.0**7 if fnuz else 2.0**8)
-    nan = (wide == 0x80) if fnuz else (magnitude == 0x7F)
-    out.masked_fill_(nan, float("nan"))
+    for part, target in zip(stored.split(_DECODE_ROWS), out.split(_DECODE_ROWS), strict=True):
+        wide = part.to(torch.int16)
+        magnitude = wide & 0x7F
+        nan = (wide == 0x80) if fnuz else (magnitude == 0x7F)
+        half = wide.bitwise_and_(0x80).bitwise_left_shift_(8).bitwise_or_(magnitude.bitwise_left_shift_(7))
+        target.copy_(half.view(torch.float16)).mul_(2.0**7 if fnuz else 2.0**8)
+        if bool(nan.any()):
+            target.masked_fill_(nan, float("nan"))

@@ -102,7 +102,8 @@ class Attend:
         count, heads = queries.shape[:2]
         latent, scores, total = (scratch[name][:count] for name in ("latent", "scores", "part"))
         self._load(view, slots.reshape(-1), latent.flatten(0, 1), scratch["stored"])
-        latent.masked_fill_(~valid.unsqueeze(-1), 0.0)  # a stale row may hold NaN, and 0 * NaN is NaN
+        if not bool(valid.all()):
+            latent[~valid] = 0.0  # a stale row may hold NaN, and 0 * NaN is NaN
         for token in range(count):
             torch.mm(latent[token], queries[token].T, out=scores[token])
         scores.masked_fill_(~valid.unsqueeze(-1), -torch.inf)
