@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 GROUPS = ("gate", "heads", "memory", "indices", "topk", "layout", "dtype", "semantics", "parallel")
 # In order of weight: what a reader must act on first stands first.
 SEVERITIES = ("wrong-output", "refuses", "crash", "hang", "memory", "slow", "note")
+# How the version range is known: read in the sources, stated in a report, or inferred from the dates of reports.
+BASES = ("read", "stated", "inferred")
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "aiter", "deep-gemm", "flashinfer", "any")
 
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+){1,9}")
@@ -67,8 +69,11 @@ class Defect:
     Attributes:
         versions: versions of ``engine`` that have it; empty when nobody stated them.
         packages: versions of other packages that it needs.
+        basis: how that range is known: "read" in the sources, "stated" in a report, "inferred" from dates.
         device, config: predicates over facts; None when every device or config is touched.
         signatures: log messages that show it.
+        selector_reason: the answer of one sparse backend in a selector error that this entry explains, when nothing else
+            keeps that backend from running.
         symptom: the messages follow from any of several faults; one with a cause beside it explains them.
         probe: name of the source probe that decides it (see audit).
         threshold: prompt tokens from which on it can show.
@@ -81,9 +86,11 @@ class Defect:
     engine: str
     versions: SpecifierSet
     packages: Mapping[str, SpecifierSet]
+    basis: str
     device: Expression | None
     config: Expression | None
     signatures: tuple[Signature, ...]
+    selector_reason: str
     symptom: bool
     probe: str
     threshold: Expression | None
@@ -106,11 +113,6 @@ class Defect:
         if False in answers:
             return False
         return None if None in answers else True
-
-    @property
-    def decidable_from_facts(self) -> bool:
-        """True when versions or packages narrow the entry enough to name it without a log line or a probe."""
-        return bool(str(self.versions) or self.packages)
 
 
 def _in_range(version: object, specifier: SpecifierSet) -> bool | None:
@@ -185,9 +187,11 @@ def _defect(raw: Mapping[str, Any], group: str) -> Defect:
             **{key: _text(raw, key) for key in ("id", "title", "severity", "engine", "cause", "proof")},
             versions=SpecifierSet(raw.get("versions", "")),
             packages={key: SpecifierSet(value) for key, value in raw.get("packages", {}).items()},
+            basis=str(raw.get("basis", BASES[-1])),
             device=_expression(raw, "device"),
             config=_expression(raw, "config"),
             signatures=tuple(Signature(text) for text in raw.get("signatures", ())),
+            selector_reason=str(raw.get("selector_reason", "")),
             symptom=raw.get("symptom", False) is True,
             probe=str(raw.get("probe", "")),
             threshold=_expression(raw, "threshold"),
@@ -210,12 +214,17 @@ def _check(defect: Defect) -> None:
         (defect.engine not in ENGINES, f"engine must be one of {ENGINES}"),
         (not defect.remedies, "needs a remedy"),
         (not all(_REFERENCE.fullmatch(item) for item in defect.references), "references are owner/name#number"),
-        (not (defect.signatures or defect.probe or defect.decidable_from_facts or defect.config), "nothing leads to it"),
+        (defect.basis not in BASES, f"basis must be one of {BASES}"),
+        (not any(_ways_to(defect)), "nothing leads to it"),
         (len(defect.cause) > _MAX_TEXT or len(defect.proof) > _MAX_TEXT, f"texts are at most {_MAX_TEXT} characters"),
     ]
     for broken, message in problems:
         if broken:
             raise KnowledgeError(f"{defect.id}: {message}")
+
+
+def _ways_to(defect: Defect) -> tuple[object, ...]:
+    return (defect.signatures, defect.selector_reason, defect.probe, str(defect.versions), defect.packages, defect.config)
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:

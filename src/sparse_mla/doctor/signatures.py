@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 MAX_HOLE = 400  # characters that one hole may span, whitespace not counted
 MAX_SPAN = 8192  # characters that one whole match may span
-MIN_ANCHOR = 12  # shortest literal that may identify a message on its own
+MIN_ANCHOR = 6  # shortest literal that a search may begin with
+MIN_LITERAL = 12  # fewest literal characters that may identify a message
 
 _HOLE = re.compile(r"\{([a-z_]{1,32})(?::(num|word|long))?\}")
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
@@ -53,7 +54,7 @@ class Signature:
     """One compiled signature.
 
     Raises:
-        SignatureError: no literal of at least 12 characters in front, two holes side by side, or unbalanced brackets.
+        SignatureError: too few literal characters to search for, two holes side by side, or unbalanced brackets.
     """
 
     __slots__ = ("_optional", "_required", "anchor", "text")
@@ -66,8 +67,9 @@ class Signature:
         self._required = _segments(required, text)
         self._optional = _segments(rest[:-2], text) if bracket else []
         first = self._required[0] if self._required else ""
-        if not isinstance(first, str) or len(first) < MIN_ANCHOR:
-            raise SignatureError(f"{text!r}: must begin with at least {MIN_ANCHOR} literal characters")
+        literal = sum(len(part) for part in self._required if isinstance(part, str))
+        if not isinstance(first, str) or len(first) < MIN_ANCHOR or literal < MIN_LITERAL:
+            raise SignatureError(f"{text!r}: needs {MIN_LITERAL} literal characters, {MIN_ANCHOR} of them in front")
         self.anchor = first
 
     def find_all(self, squeezed: str, start: int = 0) -> Iterator[Match]:
