@@ -64,7 +64,9 @@ def _refusals(engine: Engine, latent: CacheFormat | None) -> list[Reason]:
         if got > 1
     ]
     if engine.kv_connector is not None:
-        reasons.append(Reason(what="KV connector", needs="none", got=engine.kv_connector, hint="Drop --kv-transfer-config."))
+        reasons.append(
+            Reason(what="KV connector", needs="none", got=engine.kv_connector, hint="Drop --kv-transfer-config.")
+        )
     if latent is None:
         needs = ", ".join(seams.LATENT_FORMATS)
         reasons.append(Reason(what="--kv-cache-dtype", needs=needs, got=engine.kv_cache_dtype))

@@ -32,7 +32,9 @@ class Bases(NamedTuple):
     ends="never: this is the interface of an attention backend",
     demands=(
         Demand(
-            file=_BACKEND, name="AttentionBackend", mentions=("supported_dtypes", "supported_kv_cache_dtypes", "is_sparse")
+            file=_BACKEND,
+            name="AttentionBackend",
+            mentions=("supported_dtypes", "supported_kv_cache_dtypes", "is_sparse"),
         ),
         Demand(file=_BACKEND, name="MLAAttentionImpl.forward_mqa", accepts=("q", "attn_metadata", "layer")),
         Demand(
@@ -131,7 +133,9 @@ def take_index_cache(k_cache: Any, width: int, dtype: torch.dtype, backend: type
             mentions=("self.indexer_op", "per_token_group_quant_fp8", "weights", "q_scale", "self.softmax_scale"),
         ),
         Demand(file=_INDEXER_MODEL, name="DeepseekV2MLAAttention.__init__", mentions=("indexer=", "self.indexer")),
-        Demand(file="model_executor/layers/mla.py", name="MultiHeadLatentAttentionWrapper.__init__", mentions=("indexer=",)),
+        Demand(
+            file="model_executor/layers/mla.py", name="MultiHeadLatentAttentionWrapper.__init__", mentions=("indexer=",)
+        ),
         Demand(
             file="v1/spec_decode/llm_base_proposer.py", mentions=("module.topk_indices_buffer", "self.model.modules")
         ),
@@ -173,12 +177,12 @@ def take_indexer(indexer: Any, operator: torch.nn.Module) -> None:
         ),
     ),
 )
-def layer_context(layer_name: str) -> tuple[Any, torch.Tensor]:
-    """Metadata (None in a profiling run) and cache ``[num_blocks, block_size, row] any`` of a layer, in this pass."""
+def layer_context(layer_name: str) -> tuple[Any, Any]:
+    """Metadata of this pass (None in a profiling run) and the layer object, which holds its cache as ``kv_cache``."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
-    metadata, _, cache, _ = get_attention_context(layer_name)
-    return metadata, cache
+    metadata, layer, _, _ = get_attention_context(layer_name)
+    return metadata, layer
 
 
 class Step(NamedTuple):
@@ -215,7 +219,8 @@ class Step(NamedTuple):
 )
 def step_of(common: Any) -> Step:
     """What vLLM says about a step: ``query_start_loc [R + 1] i32``, ``seq_lens [R] i32``, ``block_table [R, B] i32``,
-    ``slot_mapping [T] i64``."""
+    ``slot_mapping [T] i64``.
+    """
     bound = common.seq_lens_cpu_upper_bound
     if bound is None:
         bound = common.seq_lens.cpu()

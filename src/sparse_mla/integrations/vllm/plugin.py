@@ -7,7 +7,7 @@ that ours would serve, and nobody else ever notices that sparse-mla is installed
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,17 +23,17 @@ def register() -> None:
         seams.hook_backend_choice(_choose)
         seams.hook_engine_config(_serves)
         seams.backend_name()
-    except Exception as fault:  # a plugin must not stop an engine that does not need it
+    except Exception as fault:  # noqa: BLE001 (a plugin must not stop an engine that does not need it)
         seams.logger().warning("sparse-mla cannot serve DSA models here, vLLM changed under its plugin: %r", fault)
 
 
-def _choose(native: Callable[[], str], asked_for: str | None, request: Any) -> str:
+def _choose(native: Callable[[], str], asked_for: str | None) -> str:
     from .selection import choose_backend
 
-    return choose_backend(native, asked_for, request)
+    return choose_backend(native, asked_for)
 
 
-def _serves(hf_config: Any, asked_for: str | None) -> bool:
+def _serves(model_type: str | None, asked_for: str | None) -> bool:
     from .selection import would_serve
 
-    return would_serve(hf_config, asked_for)
+    return would_serve(model_type, asked_for)

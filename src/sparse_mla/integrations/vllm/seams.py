@@ -18,7 +18,7 @@ from .contract import Demand, seam
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
@@ -81,8 +81,8 @@ def logger() -> logging.Logger:
         ),
     ),
 )
-def hook_backend_choice(choose: Callable[[Callable[[], str], str | None, Any], str]) -> None:
-    """Let ``choose(native, asked_for, request)`` answer for sparse MLA layers; all others go straight to vLLM.
+def hook_backend_choice(choose: Callable[[Callable[[], str], str | None], str]) -> None:
+    """Let ``choose(native, asked_for)`` answer for sparse MLA layers; all others go straight to vLLM.
 
     ``native()`` is vLLM's own choice (a class path) or its error; ``asked_for`` the name of an explicit backend.
     """
@@ -102,7 +102,7 @@ def hook_backend_choice(choose: Callable[[Callable[[], str], str | None, Any], s
 
         if not (attn_selector_config.use_sparse and attn_selector_config.use_mla):
             return ask_vllm()
-        return choose(ask_vllm, getattr(selected_backend, "name", None), attn_selector_config)
+        return choose(ask_vllm, getattr(selected_backend, "name", None))
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
@@ -123,13 +123,15 @@ def hook_backend_choice(choose: Callable[[Callable[[], str], str | None, Any], s
             ),
         ),
         Demand(
-            file="config/vllm.py", name="VllmConfig.__post_init__", mentions=("current_platform.check_and_update_config",)
+            file="config/vllm.py",
+            name="VllmConfig.__post_init__",
+            mentions=("current_platform.check_and_update_config",),
         ),
         Demand(file="config/attention.py", name="AttentionConfig", mentions=("backend",)),
     ),
 )
-def hook_engine_config(serves: Callable[[Any, str | None], bool]) -> None:
-    """Where ``serves(hf_config, asked_for)``, undo two CPU rules made for vLLM's own dense MLA and its rope operator.
+def hook_engine_config(serves: Callable[[str | None, str | None], bool]) -> None:
+    """Where ``serves(model_type, asked_for)``, undo two CPU rules made for vLLM's own dense MLA and its rope operator.
 
     Without AMX the platform switches chunked prefill and prefix caching off for every MLA model and forces 16-token
     blocks, because its dense MLA kernel needs that. And ``ops.rotary_embedding`` on CPU rotates the wrong values when
@@ -146,15 +148,27 @@ def hook_engine_config(serves: Callable[[Any, str | None], bool]) -> None:
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         wanted = _Limits.of(vllm_config)
         native.__func__(cls, vllm_config)
-        model = vllm_config.model_config
         asked_for = getattr(vllm_config.attention_config.backend, "name", None)
-        if model is not None and serves(model.hf_config, asked_for):
+        if serves(_model_type(vllm_config), asked_for):
             wanted.restore(vllm_config)
             custom_ops = vllm_config.compilation_config.custom_ops
             if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
                 custom_ops.append("-rotary_embedding")
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _model_type(vllm_config: Any) -> str | None:
+    model = vllm_config.model_config
+    return None if model is None else getattr(model.hf_config, "model_type", None)
+
+
+@seam(checked=CHECKED, ends="never: an engine has a model")
+def current_model_type() -> str | None:
+    """``model_type`` of the model that is being built in this process."""
+    from vllm.config import get_current_vllm_config
+
+    return _model_type(get_current_vllm_config())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +202,11 @@ class _Limits:
 @seam(
     checked=CHECKED,
     ends="vLLM takes backend names from entry points",
-    demands=(Demand(file="v1/attention/backends/registry.py", name="AttentionBackendEnum.register", accepts=("name", "value")),),
+    demands=(
+        Demand(
+            file="v1/attention/backends/registry.py", name="AttentionBackendEnum.register", accepts=("name", "value")
+        ),
+    ),
 )
 def backend_name() -> Any:
     """Make ``--attention-backend SPARSE_MLA`` a name that vLLM knows; returns the member of its enumeration.
@@ -238,7 +256,11 @@ class Engine:
     demands=(
         Demand(file="config/vllm.py", name="get_current_vllm_config"),
         Demand(file="config/scheduler.py", name="SchedulerConfig", mentions=("max_num_batched_tokens", "max_num_seqs")),
-        Demand(file="config/cache.py", name="CacheConfig", mentions=("cache_dtype", "block_size", "kv_cache_dtype_skip_layers")),
+        Demand(
+            file="config/cache.py",
+            name="CacheConfig",
+            mentions=("cache_dtype", "block_size", "kv_cache_dtype_skip_layers"),
+        ),
         Demand(
             file="config/parallel.py",
             name="ParallelConfig",
@@ -316,12 +338,17 @@ def latent_format(engine: Engine, dims: MLADims) -> CacheFormat | None:
     ends="never: a model has named layers",
     demands=(Demand(file="config/compilation.py", name="CompilationConfig", mentions=("static_forward_context",)),),
 )
-def indexer_schedule_built() -> dict[int, bool]:
-    """Layer number -> whether it was built with an indexer of its own, for the layers of this worker."""
+def layer_names() -> Mapping[str, object]:
+    """Names of the layers of this worker: filled while the model is built, so keep it and read it afterwards."""
     from vllm.config import get_current_vllm_config
 
+    return get_current_vllm_config().compilation_config.static_forward_context  # type: ignore[no-any-return]
+
+
+def indexers_built(names: Iterable[str]) -> dict[int, bool]:
+    """Layer number -> whether it was built with an indexer of its own, by the names that ``deepseek_v2`` gives."""
     built: dict[int, bool] = {}
-    for name in get_current_vllm_config().compilation_config.static_forward_context:
+    for name in names:
         parts = name.split(".")
         if "layers" in parts and name.endswith((".attn", ".indexer.k_cache")):
             number = int(parts[parts.index("layers") + 1])

@@ -59,7 +59,9 @@ def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
 def _ours(why: str, *, fallback: bool = False) -> str:
     unfit = _unfit_version()
     if unfit:
-        raise BackendRejectedError("sparse-mla cannot serve this vLLM", unfit, f"{MODE}=off restores vLLM's own answer.")
+        raise BackendRejectedError(
+            "sparse-mla cannot serve this vLLM", unfit, f"{MODE}=off restores vLLM's own answer."
+        )
     plan = plan_for(seams.current_engine())
     if fallback:
         _require_proof(plan)
@@ -94,4 +96,6 @@ def _require_proof(plan: Plan) -> None:
     ]
     if unproved:
         hint = f"Set {MODE}=always to use it all the same."
-        raise BackendRejectedError("vLLM has no backend for this model, and sparse-mla was not asked for", unproved, hint)
+        raise BackendRejectedError(
+            "vLLM has no backend for this model, and sparse-mla was not asked for", unproved, hint
+        )
