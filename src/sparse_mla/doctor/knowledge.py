@@ -34,6 +34,7 @@ ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "aiter", "deep-gemm
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+){1,9}")
 _REFERENCE = re.compile(r"[\w.-]+/[\w.-]+#\d+")
 _MAX_TEXT = 2000
+_MIN_LITERAL = 12  # characters of fixed text without which a message identifies nothing
 
 
 class KnowledgeError(ValueError):
@@ -74,6 +75,8 @@ class Defect:
         signatures: log messages that show it.
         selector_reason: the answer of one sparse backend in a selector error that this entry explains, when nothing else
             keeps that backend from running.
+        check: condition on the numbers in a signature's holes, for messages that others print, too.
+        covered: the plugin of this package removes the fault by itself where it is active.
         symptom: the messages follow from any of several faults; one with a cause beside it explains them.
         probe: name of the source probe that decides it (see audit).
         threshold: prompt tokens from which on it can show.
@@ -91,6 +94,8 @@ class Defect:
     config: Expression | None
     signatures: tuple[Signature, ...]
     selector_reason: str
+    check: Expression | None
+    covered: bool
     symptom: bool
     probe: str
     threshold: Expression | None
@@ -102,11 +107,16 @@ class Defect:
     positive: Example
     negative: Example
 
-    def applies(self, facts: Mapping[str, Any]) -> bool | None:
-        """Whether engine, versions, device and config of ``facts`` are among those touched; None when unknown."""
+    def applies(self, facts: Mapping[str, Any], *, versions: bool = True) -> bool | None:
+        """Whether engine, versions, device and config of ``facts`` are among those touched; None when unknown.
+
+        Args:
+            versions: False leaves the engine's version out, for when its code was read.
+        """
         answers: list[bool | None] = []
         if self.engine != "any":
             answers.append(None if facts.get("engine") is None else facts["engine"] == self.engine)
+        if versions and self.engine != "any":
             answers.append(_in_range(facts.get(f"version:{self.engine}"), self.versions))
         answers += [_in_range(facts.get(f"version:{name}"), specifier) for name, specifier in self.packages.items()]
         answers += [rule.holds(facts) for rule in (self.device, self.config) if rule is not None]
@@ -192,6 +202,8 @@ def _defect(raw: Mapping[str, Any], group: str) -> Defect:
             config=_expression(raw, "config"),
             signatures=tuple(Signature(text) for text in raw.get("signatures", ())),
             selector_reason=str(raw.get("selector_reason", "")),
+            check=_expression(raw, "check"),
+            covered=raw.get("covered", False) is True,
             symptom=raw.get("symptom", False) is True,
             probe=str(raw.get("probe", "")),
             threshold=_expression(raw, "threshold"),
@@ -214,6 +226,7 @@ def _check(defect: Defect) -> None:
         (defect.engine not in ENGINES, f"engine must be one of {ENGINES}"),
         (not defect.remedies, "needs a remedy"),
         (not all(_REFERENCE.fullmatch(item) for item in defect.references), "references are owner/name#number"),
+        (any(item.num_literal < _MIN_LITERAL for item in defect.signatures), f"needs {_MIN_LITERAL} literal characters"),
         (defect.basis not in BASES, f"basis must be one of {BASES}"),
         (not any(_ways_to(defect)), "nothing leads to it"),
         (len(defect.cause) > _MAX_TEXT or len(defect.proof) > _MAX_TEXT, f"texts are at most {_MAX_TEXT} characters"),

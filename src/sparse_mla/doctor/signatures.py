@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 MAX_HOLE = 400  # characters that one hole may span, whitespace not counted
 MAX_SPAN = 8192  # characters that one whole match may span
 MIN_ANCHOR = 6  # shortest literal that a search may begin with
-MIN_LITERAL = 12  # fewest literal characters that may identify a message
 
 _HOLE = re.compile(r"\{([a-z_]{1,32})(?::(num|word|long))?\}")
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
@@ -67,10 +66,14 @@ class Signature:
         self._required = _segments(required, text)
         self._optional = _segments(rest[:-2], text) if bracket else []
         first = self._required[0] if self._required else ""
-        literal = sum(len(part) for part in self._required if isinstance(part, str))
-        if not isinstance(first, str) or len(first) < MIN_ANCHOR or literal < MIN_LITERAL:
-            raise SignatureError(f"{text!r}: needs {MIN_LITERAL} literal characters, {MIN_ANCHOR} of them in front")
+        if not isinstance(first, str) or len(first) < MIN_ANCHOR:
+            raise SignatureError(f"{text!r}: must begin with at least {MIN_ANCHOR} literal characters")
         self.anchor = first
+
+    @property
+    def num_literal(self) -> int:
+        """Characters of fixed text that a match must show."""
+        return sum(len(part) for part in self._required if isinstance(part, str))
 
     def find_all(self, squeezed: str, start: int = 0) -> Iterator[Match]:
         """Every match in ``squeezed`` from ``start`` on, not overlapping."""
