@@ -1,2 +1,1 @@
 """Engines that sparse-mla plugs into."""
-
