@@ -53,14 +53,20 @@ class Attend:
         lse: torch.Tensor | None,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        reach = batch.block_table.shape[1] * view.block_size
+        if not batch.block_table.numel():  # nobody has a block: every row is empty
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return
+        last, reach = batch.num_requests - 1, batch.block_table.shape[1] * view.block_size
         missing = -indices.shape[1] % self._segment
         for first in range(0, batch.num_tokens, ATTEND_ROWS):
             rows = slice(first, first + ATTEND_ROWS)
             requests = batch.req_id_per_token[rows].long()
             wanted = pad(indices[rows].long(), (0, missing), value=-1)
-            valid = (wanted >= 0) & (wanted < reach) & (requests >= 0).unsqueeze(-1)
-            tables = batch.block_table[requests.clamp(min=0)].long()
+            known = ((requests >= 0) & (requests <= last)).unsqueeze(-1)
+            valid = (wanted >= 0) & (wanted < reach) & known
+            tables = batch.block_table[requests.clamp(0, last)].long()
             slots = _slots(torch.where(valid, wanted, 0), tables, view.block_size)
             run = self._tile(q[rows].float() * softmax_scale, view, slots, valid, scratch)
             seen = run.mass != 0

@@ -49,8 +49,9 @@ class Select:
         lens.zero_()
         visible = batch.visible_lens.tolist()
         for chunk in batch.chunks(scratch["scores"].shape[0]):
-            span = batch.seq_lens[chunk.request]
             if chunk.gather:
+                rows = slice(chunk.start, chunk.start + batch.query_lens[chunk.request])
+                span = min(batch.seq_lens[chunk.request], max(visible[rows]))  # the host's lengths are upper bounds
                 _gather_keys(view, batch.block_table[chunk.request], span, scratch)
             here = [min(seen, span) for seen in visible[chunk.start : chunk.stop]]
             if max(here, default=0) == 0:
