@@ -30,6 +30,8 @@ def gather(view: CacheView, name: str, slots: torch.Tensor, out: torch.Tensor, s
         stored: at least N * field bytes ``u8`` of scratch. ``index_select`` with ``out=`` copies whole rows with both
             cores; plain indexing copies element by element, 4 to 30 times slower on a CPU.
     """
+    if not out.numel():  # no rows, or a model without rope
+        return
     field, _, _ = view.format.place(name, view.block_size)
     rows = stored.reshape(-1)[: slots.numel() * field.nbytes].view(_gather_dtype(field)).view(-1, field.count)
     strided = view.rows(name)
