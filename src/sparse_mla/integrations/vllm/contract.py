@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Mismatch:
 
 
 SEAMS: dict[str, Seam] = {}
-"""Every seam by the name of its function; filled by the ``seam`` decorator."""
+"""Seams by the names of their functions; filled by the ``seam`` decorator as the files are imported."""
 
 
 def seam(
@@ -78,10 +79,17 @@ def seam(
     return register
 
 
+def all_seams() -> tuple[Seam, ...]:
+    """The seams of this package."""
+    for module in ("seams", "layer_seams"):
+        import_module(f".{module}", __package__)
+    return tuple(SEAMS.values())
+
+
 def mismatches(root: Path, seams: Iterable[Seam] | None = None) -> list[Mismatch]:
     """All demands that the engine source below ``root`` (the package's folder) does not meet; empty when all fit."""
     found = []
-    for item in SEAMS.values() if seams is None else seams:
+    for item in all_seams() if seams is None else seams:
         for demand in item.demands:
             where = f"{demand.file}:{demand.name or '<module>'}"
             found += [Mismatch(seam=item.name, where=where, needs=needs) for needs in _unmet(root, demand)]
@@ -123,11 +131,13 @@ def _accepts(node: ast.Module | _Definition, name: str) -> bool:
 
 
 def _expressions(node: ast.AST) -> set[str]:
-    """Every name and attribute in the definition as text, and every keyword as ``name=``."""
+    """Every name and attribute in the definition as text, every keyword as ``name=``, and names defined inside."""
     texts: set[str] = set()
     for item in ast.walk(node):
         if isinstance(item, (ast.Attribute, ast.Name)):
             texts.add(ast.unparse(item))
         elif isinstance(item, ast.keyword):
             texts.add(f"{item.arg}=")
+        elif isinstance(item, _Definition):
+            texts.add(item.name)
     return texts

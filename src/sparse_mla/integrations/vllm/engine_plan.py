@@ -31,8 +31,7 @@ def plan_for(engine: Engine) -> Plan:
     latent = seams.latent_format(engine, dims)
     reasons = _refusals(engine, latent)
     if reasons or latent is None:
-        hint = "Change these, or set SPARSE_MLA_VLLM=off for vLLM's own answer."
-        raise BackendRejectedError("sparse-mla cannot serve this engine", reasons, hint)
+        raise BackendRejectedError("sparse-mla cannot serve this engine", reasons, "Change these flags.")
     problem = Problem(
         dims=dims,
         dtype=dtype_name(engine.dtype),

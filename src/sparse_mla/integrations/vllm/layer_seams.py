@@ -137,7 +137,8 @@ def take_index_cache(k_cache: Any, width: int, dtype: torch.dtype, backend: type
             file="model_executor/layers/mla.py", name="MultiHeadLatentAttentionWrapper.__init__", mentions=("indexer=",)
         ),
         Demand(
-            file="v1/spec_decode/llm_base_proposer.py", mentions=("module.topk_indices_buffer", "self.model.modules")
+            file="v1/spec_decode/llm_base_proposer.py",
+            mentions=("module.topk_indices_buffer", "self.model.model.named_modules"),
         ),
     ),
 )

@@ -48,7 +48,7 @@ def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
     if asked_for == seams.BACKEND_NAME:
         return _ours("it was asked for by name")
     if envs.get(MODE) == "always":
-        return _ours(f"{MODE}=always")
+        return _ours(f"{MODE} is always")
     try:
         return native()
     except (NotImplementedError, RuntimeError, ValueError) as refusal:
@@ -57,25 +57,26 @@ def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
 
 
 def _ours(why: str, *, fallback: bool = False) -> str:
+    chosen_because = f"sparse-mla was chosen because {why}; {MODE}=off restores vLLM's own answer."
     unfit = _unfit_version()
     if unfit:
-        raise BackendRejectedError(
-            "sparse-mla cannot serve this vLLM", unfit, f"{MODE}=off restores vLLM's own answer."
-        )
-    plan = plan_for(seams.current_engine())
+        raise BackendRejectedError("sparse-mla cannot serve this vLLM", unfit, chosen_because)
+    try:
+        plan = plan_for(seams.current_engine())
+    except BackendRejectedError as rejected:
+        raise BackendRejectedError(rejected.headline, rejected.reasons, chosen_because) from rejected
     if fallback:
         _require_proof(plan)
     stages = ", ".join(f"{stage} {item.row.name} ({item.mode})" for stage, item in plan.stages.items())
     problem = plan.problem
     seams.logger().info(
-        "Using sparse-mla on %s: %s; latent %s, index keys %s, scratch %.1f MiB. Why: %s. %s=off restores vLLM's answer.",
+        "Using sparse-mla on %s: %s; latent %s, index keys %s, scratch %.1f MiB: %s",
         plan.device.arch,
         stages,
         problem.latent,
         problem.index,
         plan.scratch_bytes / 2**20,
-        why,
-        MODE,
+        chosen_because,
     )
     return seams.BACKEND_PATH
 

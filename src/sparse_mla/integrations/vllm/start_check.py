@@ -14,11 +14,13 @@ from ...testing.compare import Difference, check_attention, check_same, check_se
 from ...testing.inputs import Prompt, cache_of, scattered_blocks, slots_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...attention import SparseMLA
     from ...cache import CacheFormat, CacheView
 
 _SEED = 1
-_ROWS = 4
+_ROWS = 3
 _PAST_TOPK = 100
 
 
@@ -28,13 +30,17 @@ def differences(attention: SparseMLA) -> list[Difference]:
 
 
 class _Request:
-    """One request in caches full of junk: all rows written, the last few selected and attended."""
+    """One request in caches full of junk: all rows written, the first and the last few selected and attended.
+
+    The first rows see fewer than ``index_topk`` keys, so a wrong causal limit shows; the last have to choose.
+    """
 
     def __init__(self, attention: SparseMLA) -> None:
         problem = attention.plan.problem
         self._attention, self._problem = attention, problem
         self._length = min(problem.max_model_len, problem.dims.index_topk + _PAST_TOPK)
-        self._rows = min(_ROWS, self._length, problem.max_num_tokens)
+        rows = min(_ROWS, self._length, problem.max_num_tokens)
+        self._spans = sorted({(0, rows), (self._length - rows, self._length)})
         self._prompt = Prompt(dims=problem.dims, length=self._length, seed=_SEED, dtype=problem.dtype)
         table, blocks = scattered_blocks([self._length], problem.latent_block_size, seed=_SEED)
         self._slots = slots_for(table[0], problem.latent_block_size, 0, self._length)
@@ -51,16 +57,18 @@ class _Request:
 
     def differences(self) -> list[Difference]:
         self._write()
-        start = self._length - self._rows
-        indices, out = self._run(start, self._length)
-        again = [self._run(row, row + 1) for row in range(start, self._length)] if self._strict else []
-        found = [self._check_bytes(row) for row in range(start, self._length)]
-        for row in range(self._rows):
-            found += self._check_row(start + row, indices[row], out[row])
-        if again:
-            found.append(check_same("indices of one row alone", [indices, torch.cat([one for one, _ in again])]))
-            found.append(check_same("output of one row alone", [out, torch.cat([one for _, one in again])]))
+        found = [difference for span in self._spans for difference in self._check(*span)]
         return [difference for difference in found if difference is not None]
+
+    def _check(self, start: int, stop: int) -> Iterator[Difference | None]:
+        indices, out = self._run(start, stop)
+        for row in range(start, stop):
+            yield self._check_bytes(row)
+            yield self._check_row(row, indices[row - start], out[row - start])
+        if self._strict:
+            alone = [self._run(row, row + 1) for row in range(start, stop)]
+            yield check_same("indices of one row alone", [indices, torch.cat([one for one, _ in alone])])
+            yield check_same("output of one row alone", [out, torch.cat([one for _, one in alone])])
 
     @property
     def _strict(self) -> bool:
@@ -103,13 +111,13 @@ class _Request:
                     return Difference(what=what, row=row, detail=f"bytes of field {field.name}")
         return None
 
-    def _check_row(self, row: int, indices: torch.Tensor, out: torch.Tensor) -> list[Difference | None]:
+    def _check_row(self, row: int, indices: torch.Tensor, out: torch.Tensor) -> Difference | None:
         keys, k_scale = reference_write.decode_rows(self._index, self._slots[: row + 1].tolist())
         index_q, weights = (given.cpu()[0] for given in self._queries(row, row + 1))
         wrong = check_selection(row, indices, index_q, weights, keys, k_scale)
         if wrong is not None:
-            return [wrong]
+            return wrong
         chosen = self._slots[indices[indices >= 0].long().cpu()]
         latent, _ = reference_write.decode_rows(self._latent, chosen.tolist())
         query = self._prompt.rows("q", row, row + 1)[0]
-        return [check_attention(row, out, None, query, latent, self._problem.dims.softmax_scale)]
+        return check_attention(row, out, None, query, latent, self._problem.dims.softmax_scale)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ... import envs
 
@@ -52,17 +51,18 @@ class RequestNumbers:
 
 def record(metadata: SparseMLAMetadata, layer: str, **stages: CacheView | torch.Tensor) -> None:
     """Append the rows of this step; a CacheView stands for the rows that the step wrote into it."""
-    out = _file(folder(), os.getpid())
-    for stage, rows in stages.items():
-        digests = [hashlib.sha256(row).hexdigest() for row in _row_bytes(rows, metadata)]
-        start = 0
-        requests = metadata.trace_requests or ()
-        for request, count, seq_len in zip(requests, metadata.batch.query_lens, metadata.batch.seq_lens, strict=True):
-            line = {"request": request, "layer": layer, "stage": stage, "first": seq_len - count}
-            if count:
-                out.write(json.dumps({**line, "digests": digests[start : start + count]}) + "\n")
-            start += count
-    out.flush()
+    path = Path(folder())
+    path.mkdir(parents=True, exist_ok=True)
+    requests, batch = metadata.trace_requests or (), metadata.batch
+    with (path / f"{os.getpid()}.jsonl").open("a", encoding="ascii") as out:
+        for stage, rows in stages.items():
+            digests = [hashlib.sha256(row).hexdigest() for row in _row_bytes(rows, metadata)]
+            start = 0
+            for request, count, seq_len in zip(requests, batch.query_lens, batch.seq_lens, strict=True):
+                line = {"request": request, "layer": layer, "stage": stage, "first": seq_len - count}
+                if count:
+                    out.write(json.dumps({**line, "digests": digests[start : start + count]}) + "\n")
+                start += count
 
 
 def load(path: str | Path) -> dict[tuple[int, str, str], dict[int, str]]:
@@ -74,12 +74,6 @@ def load(path: str | Path) -> dict[tuple[int, str, str], dict[int, str]]:
                 found = rows.setdefault((entry["request"], entry["layer"], entry["stage"]), {})
                 found.update(enumerate(entry["digests"], entry["first"]))
     return rows
-
-
-@lru_cache(maxsize=1)
-def _file(path: str, pid: int) -> IO[str]:
-    Path(path).mkdir(parents=True, exist_ok=True)
-    return (Path(path) / f"{pid}.jsonl").open("a", encoding="ascii")
 
 
 def _row_bytes(rows: Any, metadata: SparseMLAMetadata) -> list[bytes]:
