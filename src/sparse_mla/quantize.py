@@ -69,8 +69,8 @@ def decode_fp8(stored: torch.Tensor, field: Field, out: torch.Tensor) -> None:
         # fnuz has one NaN, 0x80, which becomes 0 here; the other encoding has 0x7f and 0xff, which become 127.
         code = part ^ 0x80 if fnuz else part & 0x7F
         has_nan = int(code.amin()) == 0 if fnuz else int(code.amax()) == 0x7F
-        wide = part.to(torch.int16)
-        half = (wide & 0x7F).bitwise_left_shift_(7).bitwise_or_(wide.bitwise_and_(0x80).bitwise_left_shift_(8))
+        wide = part.view(torch.int8).to(torch.int16)  # the sign reaches bit 15, and bit 14 too, which is cleared
+        half = wide.bitwise_left_shift_(7).bitwise_and_(~0x4000)
         target.copy_(half.view(torch.float16)).mul_(2.0**7 if fnuz else 2.0**8)
         if has_nan:
             target.masked_fill_(code == (0 if fnuz else 0x7F), float("nan"))

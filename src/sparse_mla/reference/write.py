@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from math import frexp, ldexp, nan
-from typing import TYPE_CHECKING
+from math import frexp, isfinite, ldexp, nan
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from ..cache import CacheFormat, CacheView, Field
 
+Slots = TypeVar("Slots", int, torch.Tensor)
 _CODES = {"bf16": (torch.bfloat16, 2), "f16": (torch.float16, 2), "f32": (torch.float32, 4)}
 
 
@@ -58,7 +59,7 @@ def encode_row(row: torch.Tensor, cache_format: CacheFormat) -> dict[str, bytes]
     coded, scales = [], []
     for group in row[: values.count].float().reshape(scale.count, -1):
         step = torch.clamp(group.abs().max(), min=rule.amax_floor) / rule.fp8_max
-        if rule.power_of_two:
+        if rule.power_of_two and isfinite(step):  # a NaN stays one, in the scale as in the values
             mantissa, exponent = frexp(float(step))
             step = torch.tensor(ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
         coded.append(_encode_fp8((group / step).clamp(-rule.fp8_max, rule.fp8_max), cache_format.encoding))
@@ -73,9 +74,9 @@ def _raw(values: torch.Tensor, dtype: str) -> bytes:
     return bytes(values.to(_CODES[dtype][0]).contiguous().view(torch.uint8).tolist())
 
 
-def field_bytes(view: CacheView, slot: int, field: Field) -> tuple[int, int]:
-    """First byte of a field of one row, counted from the start of the storage, and how many."""
-    block, row = divmod(slot, view.block_size)
+def field_bytes(view: CacheView, slot: Slots, field: Field) -> tuple[Slots, int]:
+    """First byte of a field of one row (or of each of many), counted from the start of the storage, and how many."""
+    block, row = slot // view.block_size, slot % view.block_size
     earlier = 0
     for other in view.format.fields:
         if other.name == field.name:
@@ -95,13 +96,13 @@ def decode_rows(view: CacheView, slots: list[int]) -> tuple[torch.Tensor, torch.
     storage = torch.empty(0, dtype=torch.uint8, device=view.storage.device).set_(view.storage.untyped_storage())
     parts: dict[str, torch.Tensor] = {}
     for field in view.format.fields:
-        starts = torch.tensor([field_bytes(view, slot, field)[0] for slot in slots], dtype=torch.int64)
+        starts, _ = field_bytes(view, torch.tensor(slots, dtype=torch.int64), field)
         where = (starts[:, None] + torch.arange(field.nbytes)).to(storage.device)
         raw = storage[where].cpu()
         if field.dtype.startswith("fp8"):
             parts[field.name] = torch.tensor(fp8_values(field.dtype), dtype=torch.float64)[raw.long()]
         else:
-            parts[field.name] = raw.contiguous().view(_CODES[field.dtype][0]).double()
+            parts[field.name] = raw.flatten().view(_CODES[field.dtype][0]).double().reshape(len(slots), field.count)
     if "rope" in parts:
         groups = parts["values"].unflatten(1, (parts["scale"].shape[1], -1))
         latent = (groups * parts["scale"][:, :, None]).flatten(1)
