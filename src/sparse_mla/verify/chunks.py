@@ -1,0 +1,145 @@
+"""How a prompt is cut into calls, and which of its query tokens are looked at. Whole numbers only; no torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+MARGIN = 8
+"""Query tokens looked at on each side of a boundary."""
+_EXTENDS = (65, 64, 33, 16, 7, 5, 3, 2, 1)
+"""Calls of the extends plan: around the tile sizes of kernels and the small shapes where libraries change path."""
+_RAGGED_CUTS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlan:
+    """One way to compute a prompt and the tokens decoded after it.
+
+    Attributes:
+        ends: end position of each call; the calls cover the prompt and the decoded tokens.
+        fresh: a new operator object and workspace for each call instead of one that lives long.
+        beside: calls also hold a few query tokens of another request, in front.
+    """
+
+    name: str
+    ends: tuple[int, ...]
+    fresh: bool = False
+    beside: bool = False
+
+    def calls(self) -> Iterator[tuple[int, int]]:
+        """``(start, stop)`` of each call."""
+        return pairwise((0, *self.ends))
+
+    def locate(self, position: int) -> str:
+        """Where a position falls, for messages."""
+        for number, (start, stop) in enumerate(self.calls(), 1):
+            if position < stop:
+                return f"call {number} of {len(self.ends)}, its token {position - start}"
+        return "no call"
+
+
+def chunk_plans(length: int, decoded: int, chunk_tokens: Sequence[int], *, seed: int, strict: bool) -> tuple[ChunkPlan, ...]:
+    """The plans for a prompt of ``length`` tokens with ``decoded`` single-token calls after it.
+
+    Args:
+        chunk_tokens: sizes of uniform plans; those that would cut nothing are left out. The first is also run with
+            fresh objects, the second beside another request.
+        strict: prefill and decode are promised equal in bits. If not, every plan decodes token by token and none has
+            calls of a few tokens, since those may be computed as decode.
+    """
+    source = random.Random(f"ragged {seed} {length}")  # noqa: S311 (a seeded choice, not a secret)
+    tail = tuple(range(length + 1, length + decoded + 1))
+    whole = (length + decoded,) if strict else (length, *tail)
+    plans = [ChunkPlan(name="one call", ends=whole)]
+    for number, size in enumerate(size for size in chunk_tokens if size < length):
+        ends = (*range(size, length, size), length, *tail)
+        plans.append(ChunkPlan(name=f"{size:,} tokens", ends=ends, beside=number == 1))
+        if number == 0:
+            plans.append(ChunkPlan(name=f"{size:,} tokens, fresh objects", ends=ends, fresh=True))
+    cuts = source.sample(range(1, length), min(_RAGGED_CUTS, length - 1))
+    plans.append(ChunkPlan(name="ragged", ends=(*sorted(cuts), length, *tail)))
+    if strict:
+        plans.append(ChunkPlan(name="short extends", ends=(*_extend_ends(length), length, *tail)))
+    return tuple(plans)
+
+
+def _extend_ends(length: int) -> list[int]:
+    """Ends of the calls before the last one: a long prefix, then ever shorter extensions up to ``length``."""
+    ends, end = [], length
+    for size in reversed(_EXTENDS):
+        end -= size
+        if end <= 0:
+            break
+        ends.append(end)
+    return ends[::-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Query tokens of a case by position, ascending.
+
+    Attributes:
+        query: computed and hashed, the same in every plan.
+        reference: judged by the reference; a subset of ``query``.
+        pages: the page boundaries that were drawn.
+    """
+
+    query: tuple[int, ...]
+    reference: tuple[int, ...]
+    pages: tuple[int, ...]
+    complete: bool
+
+
+def query_rows(
+    plans: Iterable[ChunkPlan],
+    *,
+    topk: int,
+    block_size: int,
+    seed: int,
+    pages: int,
+    sampled: int,
+    referenced: int,
+    complete: bool,
+) -> Rows:
+    """Rows around each chunk boundary of each plan, around index_topk, around drawn page boundaries, and drawn ones.
+
+    Args:
+        pages, sampled: how many page boundaries and how many further rows are drawn from ``seed``.
+        referenced: how many of each of those two the reference judges too.
+        complete: look at every row; the reference's rows stay the same.
+    """
+    ends = {end for plan in plans for end in plan.ends}
+    total = max(ends)
+    source = random.Random(f"rows {seed} {total}")  # noqa: S311
+    boundaries = sorted(ends | {topk})
+    possible = range(block_size, total, block_size)
+    drawn_pages = source.sample(possible, min(pages, len(possible)))
+    near = {row for edge in (*boundaries, *drawn_pages) for row in range(edge - MARGIN, edge + MARGIN)}
+    query = {row for row in near if 0 <= row < total} | {0, total - 1}
+    others = sorted(set(range(total)) - query) if total <= 4 * sampled else _draw(source, total, query, sampled)
+    drawn = source.sample(others, min(sampled, len(others)))
+    query.update(drawn)
+    edges = {row for edge in (*boundaries, *drawn_pages[:referenced]) for row in (edge - 1, edge)}
+    reference = {row for row in edges if 0 <= row < total} | {0, total - 1, *drawn[:referenced]}
+    return Rows(
+        query=tuple(range(total)) if complete else tuple(sorted(query)),
+        reference=tuple(sorted(reference)),
+        pages=tuple(sorted(drawn_pages)),
+        complete=complete,
+    )
+
+
+def _draw(source: random.Random, total: int, taken: set[int], count: int) -> list[int]:
+    """``count`` positions outside ``taken`` without listing all of them."""
+    drawn: set[int] = set()
+    while len(drawn) < count:
+        row = source.randrange(total)
+        if row not in taken:
+            drawn.add(row)
+    return sorted(drawn)

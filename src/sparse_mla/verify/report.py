@@ -1,0 +1,128 @@
+"""What a run of verify says: checks and findings, what was proved and what not. As JSON, JUnit XML or text."""
+
+from __future__ import annotations
+
+import os
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCHEMA = "sparse-mla/verify/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        id: stable name, ``target.stage.comparison``.
+        case: what it was made on, e.g. ``20,000 tokens, normal``.
+        what: what was compared, for people.
+        detail: where it failed and how; empty when ``ok``.
+        seconds: time it took, as far as it was measured alone.
+    """
+
+    id: str
+    case: str
+    what: str
+    ok: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The result of one target. ``facts`` and ``cases`` hold JSON values only."""
+
+    target: str
+    facts: Mapping[str, Any]
+    cases: tuple[Mapping[str, Any], ...]
+    checks: tuple[Check, ...]
+    proved: tuple[str, ...]
+    not_proved: tuple[str, ...]
+    seconds: float
+    fixes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; ``schema`` changes whenever a key changes its meaning."""
+        findings = [
+            {
+                "id": check.id,
+                "severity": "fault",
+                "evidence": f"{check.case}: {check.what}: {check.detail}",
+                "fix": self.fixes.get(check.id, "Report it with this JSON; the evidence names the first wrong row."),
+            }
+            for check in self.checks
+            if not check.ok
+        ]
+        return {
+            "schema": SCHEMA,
+            "version": __version__,
+            "target": self.target,
+            "ok": self.ok,
+            "findings": findings,
+            "facts": dict(self.facts),
+            "cases": [dict(case) for case in self.cases],
+            "checks": [
+                {"id": check.id, "case": check.case, "what": check.what, "ok": check.ok, "detail": check.detail}
+                for check in self.checks
+            ],
+            "proved": list(self.proved),
+            "not_proved": list(self.not_proved),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def to_junit(self) -> bytes:
+        """JUnit XML: a test case for each check."""
+        failed = sum(not check.ok for check in self.checks)
+        counts = {"tests": str(len(self.checks)), "failures": str(failed), "errors": "0", "skipped": "0"}
+        root = ET.Element("testsuites", counts)
+        suite = ET.SubElement(
+            root, "testsuite", {"name": f"sparse-mla verify {self.target}", "time": f"{self.seconds:.1f}", **counts}
+        )
+        for check in self.checks:
+            name = f"{check.case}: {check.what}"
+            case = ET.SubElement(
+                suite, "testcase", {"classname": check.id, "name": name, "time": f"{check.seconds:.3f}"}
+            )
+            if not check.ok:
+                ET.SubElement(case, "failure", {"message": check.detail}).text = check.detail
+        ET.indent(root)
+        return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def writable(path: Path) -> Path:
+    """Check, before a long run, that a result can be written to ``path`` when it ends.
+
+    Raises:
+        UsageError: its folder is missing or not writable, or it is a folder itself.
+    """
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError("--junit", needs="a file name in a folder that can be written to", got=str(path))
+    return path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file in one step: another reader sees all of it or nothing."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
