@@ -1,0 +1,336 @@
+"""The index scores, straight from the paged cache, each kept only where it can still be among the best.
+
+The score of key s for query row t is ``scale[s] · Σ_h weight[t, h] · relu(q[t, h] · k[s])``. Two kernels compute it, in
+two orders of Σ_h: ``score_tiles`` for many rows of a request (heads one after the other) and ``score_rows`` for one row
+(all heads in one product). Neither stores what it computes: with SAMPLED it scores a fixed sample of the keys, which
+gives each row a limit; without, it appends what reaches the row's limit to the row's candidates.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import scratch
+from .encoding import decoded
+
+RUNTIME = [
+    "first_row",
+    "stop_row",
+    "query_stride",
+    "weight_stride",
+    "table_stride",
+    "table_width",
+    "block_stride",
+    "scale_block_stride",
+]
+"""Whole numbers that differ from call to call: never specialised on, so that warm-up leaves nothing to compile."""
+COUNTER_WORDS = tl.constexpr(scratch.COUNTER_WORDS)
+
+
+@triton.jit
+def sampled_position(sample, STRIDE: tl.constexpr):
+    """Position of a sample: one in each STRIDE keys, spread by a golden-ratio hash so that no page or turn lines up."""
+    jitter = (sample.to(tl.uint32) * 2654435769) >> 15
+    return sample * STRIDE + (jitter & (STRIDE - 1)).to(tl.int32)
+
+
+@triton.jit
+def run_stop(requests, index, start, COUNT: tl.constexpr):
+    """Where the run of equal requests that begins at ``start`` ends, and the request."""
+    request = tl.sum(tl.where(index == start, requests, 0), 0)
+    other = (index > start) & (requests != request)
+    return request, tl.min(tl.where(other, index, COUNT), 0)
+
+
+@triton.jit
+def load_keys(
+    values,
+    scale,
+    blocks,
+    block_stride,
+    scale_block_stride,
+    position,
+    inside,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Keys ``[N, DIM]`` ready to multiply and their scales ``[N]``; zeros outside."""
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    row = position % BLOCK_SIZE
+    start = block * block_stride * UNIT + row * ROW_STRIDE
+    dim = tl.arange(0, DIM)
+    stored = tl.load(values + start[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
+    keys = decoded(stored, ENCODING).to(OPERAND)
+    if SCALED:
+        return keys, tl.load(scale + block * scale_block_stride + row, mask=inside, other=0.0)
+    return keys, tl.where(inside, 1.0, 0.0)
+
+
+@triton.jit
+def keep(score, position, visible, limit, limit_position, kept, pool, start, CAPACITY: tl.constexpr):
+    """Append the scores that reach a row's limit to its candidates, in no order: the pick goes by (score, position).
+
+    A slot past CAPACITY is counted and not written: the count then says that the row needs the exact path. A candidate
+    is one 64-bit word, so that it costs one address; 32-bit offsets reach all of the pool.
+    """
+    end = tl.where(score > limit, visible, tl.minimum(visible, limit_position))
+    passes = (score >= limit) & (position < end)
+    slot = tl.atomic_add(kept, 1, mask=passes, sem="relaxed")
+    word = (score.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | position.to(tl.uint64)
+    tl.store(pool + (start + slot), word, mask=passes & (slot < CAPACITY))
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def score_tiles(
+    query,
+    weights,
+    values,
+    scale,
+    block_table,
+    requests,
+    visible_lens,
+    limits,
+    limit_positions,
+    kept,
+    pool,
+    candidates,
+    first_row,
+    stop_row,
+    query_stride,
+    weight_stride,
+    table_stride,
+    table_width,
+    block_stride,
+    scale_block_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    UNIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    QUERY_ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows [first_row, stop_row): a tile of KEYS keys (axis 0) by a tile of ROWS rows (axis 1), head after head.
+
+    With STRIDE 0 all keys are scored and the candidates kept; else one key in STRIDE, and its score stored.
+    """
+    index = tl.arange(0, ROWS)
+    local = tl.program_id(1) * ROWS + index
+    row = (first_row + local).to(tl.int64)
+    real = row < stop_row
+    request_of = tl.load(requests + row, mask=real, other=-1)
+    visible = tl.load(visible_lens + row, mask=real & (request_of >= 0), other=0)
+    visible = tl.minimum(visible, table_width * BLOCK_SIZE)
+    number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    if STRIDE:
+        visible = tl.where(visible <= CAPACITY, 0, visible)
+        position = sampled_position(number, STRIDE)
+    else:
+        position = number
+    nearest = tl.min(position, 0)
+    asked_at = query + (first_row + tl.program_id(1) * ROWS).to(tl.int64) * query_stride * DIM
+    asked_at = asked_at + (index * query_stride * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+    weight_at = weights + row * weight_stride
+    begin = 0
+    while begin < ROWS:
+        request, end = run_stop(request_of, index, begin, ROWS)
+        mine = (index >= begin) & (index < end)
+        reach = tl.max(tl.where(mine, visible, 0), 0)
+        if reach > nearest:
+            keys, key_scale = load_keys(
+                values,
+                scale,
+                block_table + request.to(tl.int64) * table_stride,
+                block_stride,
+                scale_block_stride,
+                position,
+                position < reach,
+                ROW_STRIDE,
+                BLOCK_SIZE,
+                DIM,
+                UNIT,
+                SCALED,
+                ENCODING,
+                OPERAND,
+            )
+            turned = tl.trans(keys)
+            total = tl.zeros((ROWS, KEYS), tl.float32)
+            for head in tl.range(0, HEADS, num_stages=STAGES):
+                asked = tl.load(asked_at + head * DIM, mask=mine[:, None], other=0.0)
+                asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
+                product = tl.dot(asked, turned, input_precision="ieee")
+                weight = tl.load(weight_at + head, mask=mine, other=0.0)
+                total += tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
+            score = total * key_scale[None, :]
+            shown = tl.where(mine, visible, 0)[:, None]
+            if STRIDE:
+                target = pool + (local * SAMPLES)[:, None] + number[None, :]
+                tl.store(target, score, mask=(position[None, :] < shown) & (number < SAMPLES)[None, :])
+            else:
+                limit = tl.load(limits + local, mask=mine, other=0.0)
+                limit_position = tl.load(limit_positions + local, mask=mine, other=0)
+                tickets = (kept + local * COUNTER_WORDS)[:, None] + tl.zeros((ROWS, KEYS), tl.int32)
+                start = (local * CAPACITY)[:, None]
+                keep(
+                    score,
+                    position[None, :],
+                    shown,
+                    limit[:, None],
+                    limit_position[:, None],
+                    tickets,
+                    candidates,
+                    start,
+                    CAPACITY,
+                )
+        begin = end
+
+
+@triton.jit
+def row_scores(
+    query,
+    weights,
+    keys,
+    key_scale,
+    row,
+    query_stride,
+    weight_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERY_ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Scores ``[N]`` of one row against keys ``[N, DIM]``, all index heads in one product."""
+    head, dim = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM)
+    line = row * query_stride * DIM + head * DIM
+    asked = tl.load(query + line[None, :] + dim[:, None], mask=(head < HEADS)[None, :], other=0.0)
+    asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
+    weight = tl.load(weights + row * weight_stride + head, mask=head < HEADS, other=0.0)
+    product = tl.dot(keys, asked, input_precision="ieee")
+    part = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    if HEADS != HEADS_PADDED:  # a NaN or inf in the key would reach the sum through the padding
+        part = tl.where((head < HEADS)[None, :], part, 0.0)
+    return tl.sum(part, 1) * key_scale
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def score_rows(
+    query,
+    weights,
+    values,
+    scale,
+    block_table,
+    requests,
+    visible_lens,
+    limits,
+    limit_positions,
+    kept,
+    pool,
+    candidates,
+    first_row,
+    stop_row,
+    query_stride,
+    weight_stride,
+    table_stride,
+    table_width,
+    block_stride,
+    scale_block_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    UNIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ENCODING: tl.constexpr,
+    QUERY_ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As ``score_tiles``, row after row: axis 1 is a group of ROWS rows, axis 0 walks over the key tiles in steps.
+
+    The number of programs on axis 0 is the caller's and independent of lengths: a graph that was captured for a long
+    context costs little in a short one.
+    """
+    index = tl.arange(0, ROWS)
+    group = tl.program_id(1) * ROWS
+    row = first_row + group + index
+    real = row < stop_row
+    request_of = tl.load(requests + row, mask=real, other=-1)
+    visible_of = tl.load(visible_lens + row, mask=real & (request_of >= 0), other=0)
+    visible_of = tl.minimum(visible_of, table_width * BLOCK_SIZE)
+    if STRIDE:
+        visible_of = tl.where(visible_of <= CAPACITY, 0, visible_of)
+    step = tl.num_programs(0)
+    begin = 0
+    while begin < ROWS:
+        request, end = run_stop(request_of, index, begin, ROWS)
+        reach = tl.max(tl.where((index >= begin) & (index < end), visible_of, 0), 0)
+        count = (reach + STRIDE - 1) // STRIDE if STRIDE else reach
+        for tile in range(tl.program_id(0), (count + KEYS - 1) // KEYS, step):
+            number = tile * KEYS + tl.arange(0, KEYS)
+            position = sampled_position(number, STRIDE) if STRIDE else number
+            keys, key_scale = load_keys(
+                values,
+                scale,
+                block_table + request.to(tl.int64) * table_stride,
+                block_stride,
+                scale_block_stride,
+                position,
+                position < reach,
+                ROW_STRIDE,
+                BLOCK_SIZE,
+                DIM,
+                UNIT,
+                SCALED,
+                ENCODING,
+                OPERAND,
+            )
+            for local in tl.range(group + begin, group + end, num_stages=STAGES):
+                this = (first_row + local).to(tl.int64)
+                visible = tl.minimum(tl.load(visible_lens + this), table_width * BLOCK_SIZE)
+                score = row_scores(
+                    query,
+                    weights,
+                    keys,
+                    key_scale,
+                    this,
+                    query_stride,
+                    weight_stride,
+                    HEADS,
+                    HEADS_PADDED,
+                    DIM,
+                    QUERY_ENCODING,
+                    OPERAND,
+                )
+                visible = tl.minimum(visible, reach)
+                if STRIDE:
+                    target = pool + local * SAMPLES + number
+                    wanted = (position < visible) & (visible > CAPACITY) & (number < SAMPLES)
+                    tl.store(target, score, mask=wanted)
+                else:
+                    limit = tl.load(limits + local)
+                    limit_position = tl.load(limit_positions + local)
+                    tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
+                    start = local * CAPACITY
+                    keep(score, position, visible, limit, limit_position, tickets, candidates, start, CAPACITY)
+        begin = end

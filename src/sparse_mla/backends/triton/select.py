@@ -1,0 +1,268 @@
+"""select: in passes through one fixed pool, sample, limit, score and keep, pick, sort, and the rows that failed.
+
+How many programs start follows from host bounds and the device alone; what they do, from lengths on the device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...batch import BatchLayout
+from ...shapes import dtype_name
+from ...workspace import Workspace, packed_bytes
+from .launch import launch
+from .operands import TRITON_TYPES, empty_view, readable, row_stride, rows_of, torch_dtype
+from .pick import pick, pick_failed, set_limits, sort_rows
+from .runs import Run, runs
+from .scores import score_rows, score_tiles
+from .scratch import candidates, pass_rows, power_of_two, sample_rank, sample_stride, samples, select_buffers
+from .tuning import DECODE_THRESHOLD, operand, row_score_tile, score_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ...cache import CacheView
+    from ...device import Device
+    from ...problem import Problem
+
+_WIDTH = 4096
+_PROGRAMS_PER_UNIT = 16
+
+
+class _Inputs(NamedTuple):
+    """What every pass of a call reads: tensors, strides and compile-time facts, in the order that kernels take them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    strides: tuple[int, ...]
+    facts: dict[str, Any]
+    operand: str
+
+
+class Select:
+    """SelectKernel for index_fp8 and plain caches, D_i 32, 64 or 128."""
+
+    def __init__(self, problem: Problem, device: Device) -> None:
+        self._problem, self._device = problem, device
+        self._most_rows = pass_rows(problem, device)
+        self._capacity = candidates(problem.dims.index_topk)
+        self._stride = sample_stride(problem)
+
+    def warm_up(self, where: torch.device) -> None:
+        """Run every kernel on rows that see nothing, for queries in the cache's dtype and in the activations'."""
+        problem, dims = self._problem, self._problem.dims
+        specs = select_buffers(problem, self._device, 0)
+        workspace = Workspace(where)
+        workspace.reserve(packed_bytes(specs))
+        view = empty_view(problem.index, problem.index_block_size, where)
+        nan_rows = torch.zeros(1, dtype=torch.int32, device=where)
+        for rows in (1, DECODE_THRESHOLD + 1):
+            nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
+            batch = BatchLayout(
+                req_id_per_token=nobody,
+                visible_lens=nobody,
+                block_table=torch.zeros(1, 1, dtype=torch.int32, device=where),
+                query_lens=(rows,),
+                seq_lens=(problem.max_model_len,),
+            )
+            out = torch.empty(rows, dims.index_topk, dtype=torch.int32, device=where)
+            weights = torch.zeros(rows, dims.index_n_heads, device=where)
+            for name in dict.fromkeys((problem.index.encoding, problem.dtype)):
+                query = torch.zeros(rows, dims.index_n_heads, dims.index_head_dim, dtype=torch_dtype(name), device=where)
+                self(query, weights, view, batch, out, nobody.clone(), nan_rows, workspace.views(specs))
+
+    def __call__(
+        self,
+        index_q: torch.Tensor,
+        index_weights: torch.Tensor,
+        view: CacheView,
+        batch: BatchLayout,
+        out: torch.Tensor,
+        lens: torch.Tensor,
+        flags: torch.Tensor,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        inputs = self._inputs(index_q, index_weights, view, batch)
+        for run in runs(batch, strict=self._problem.deterministic):
+            rows = run.stop - run.start
+            step = -(-rows // -(-rows // self._most_rows))  # passes of about one size, of whole tiles
+            if run.prefill:
+                tile = score_tile(inputs.operand, self._device).rows
+                step = -(-step // tile) * tile
+            for start in range(run.start, run.stop, step):
+                part = Run(start, min(start + step, run.stop), run.prefill)
+                self._keep(part, inputs, batch.max_seq_len, scratch)
+                self._pick(part, inputs, batch.max_seq_len, (out, lens, flags), scratch)
+
+    def _inputs(
+        self, index_q: torch.Tensor, index_weights: torch.Tensor, view: CacheView, batch: BatchLayout
+    ) -> _Inputs:
+        dims, encoding = self._problem.dims, view.format.encoding
+        multiplied = operand(encoding, dtype_name(index_q.dtype), self._device)
+        query, query_encoding = readable(index_q, multiplied)
+        keys = rows_of(view, "values")
+        values, values_encoding = readable(keys.tensor, multiplied)
+        scaled = view.format.rule is not None
+        scale = view.field("scale") if scaled else index_weights
+        return _Inputs(
+            tensors=(
+                query,
+                index_weights,
+                values,
+                scale,
+                batch.block_table,
+                batch.req_id_per_token,
+                batch.visible_lens,
+            ),
+            strides=(
+                row_stride("index_q", index_q, dims.index_head_dim),
+                row_stride("index_weights", index_weights),
+                row_stride("block_table", batch.block_table),
+                batch.block_table.shape[1],
+                keys.block_stride,
+                scale.stride(0),
+            ),
+            facts={
+                "HEADS": dims.index_n_heads,
+                "DIM": dims.index_head_dim,
+                "ROW_STRIDE": keys.row_stride,
+                "BLOCK_SIZE": view.block_size,
+                "UNIT": keys.unit,
+                "SCALED": scaled,
+                "ENCODING": values_encoding,
+                "QUERY_ENCODING": query_encoding,
+                "OPERAND": TRITON_TYPES[multiplied],
+            },
+            operand=multiplied,
+        )
+
+    def _keep(self, run: Run, inputs: _Inputs, longest: int, scratch: Mapping[str, torch.Tensor]) -> None:
+        """Sample, set limits, score and keep: afterwards each row of the pass has its candidates in the pool."""
+        rows, problem = run.stop - run.start, self._problem
+        pool = scratch["pool"]
+        limits = (scratch["limit"], scratch["limit_position"], scratch["kept"])
+        arguments = (
+            *inputs.tensors,
+            *limits,
+            pool,
+            pool.view(torch.int64),
+            run.start,
+            run.stop,
+            *inputs.strides,
+        )
+        sampling = {"CAPACITY": self._capacity, "STRIDE": self._stride, "SAMPLES": samples(problem)}
+        if longest > self._capacity:
+            self._score(run, -(-longest // self._stride), arguments, inputs, sampling)
+        launch(
+            set_limits,
+            (rows,),
+            *inputs.tensors[-2:],
+            *limits,
+            scratch["failed"],
+            pool,
+            run.start,
+            inputs.strides[3],
+            RANK=sample_rank(problem),
+            BLOCK_SIZE=inputs.facts["BLOCK_SIZE"],
+            **sampling,
+            num_warps=4,
+        )
+        self._score(run, longest, arguments, inputs, sampling | {"STRIDE": 0})
+
+    def _score(
+        self, run: Run, keys: int, arguments: tuple[Any, ...], inputs: _Inputs, sampling: dict[str, int]
+    ) -> None:
+        rows = run.stop - run.start
+        if run.prefill:
+            tile, kernel, facts = score_tile(inputs.operand, self._device), score_tiles, {}
+            group = tile.rows
+            grid = (-(-keys // tile.keys), -(-rows // group))
+        else:
+            tile, kernel = row_score_tile(inputs.operand, self._device), score_rows
+            facts = {"HEADS_PADDED": self._heads_padded}
+            group = tile.rows if self._problem.deterministic else 1
+            groups = -(-rows // group)
+            most = max(1, _PROGRAMS_PER_UNIT * self._device.units // groups)
+            grid = (min(-(-keys // tile.keys), most), groups)
+        launch(
+            kernel,
+            grid,
+            *arguments,
+            **inputs.facts,
+            **facts,
+            **sampling,
+            ROWS=group,
+            KEYS=tile.keys,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+
+    def _pick(
+        self,
+        run: Run,
+        inputs: _Inputs,
+        longest: int,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """The best of each row's candidates, in order; rows that have not the right number of them, the exact way."""
+        rows, topk = run.stop - run.start, self._problem.dims.index_topk
+        pool, failed = scratch["pool"], scratch["failed"]
+        out, lens, _ = results
+        out_stride, warps = row_stride("out", out), max(4, min(16, self._capacity // 1024))
+        launch(
+            pick,
+            (rows,),
+            *inputs.tensors[-2:],
+            scratch["limit_position"],
+            scratch["kept"],
+            failed,
+            pool.view(torch.int64),
+            *results,
+            run.start,
+            inputs.strides[3],
+            out_stride,
+            TOPK=topk,
+            BLOCK_SIZE=inputs.facts["BLOCK_SIZE"],
+            CAPACITY=self._capacity,
+            num_warps=warps,
+        )
+        padded = power_of_two(topk)
+        launch(
+            sort_rows,
+            (rows,),
+            out,
+            lens,
+            run.start,
+            out_stride,
+            TOPK=topk,
+            TOPK_PADDED=padded,
+            num_warps=max(1, min(8, padded // 512)),
+        )
+        if longest <= self._capacity:
+            return
+        words = -(-longest // _WIDTH) * _WIDTH
+        launch(
+            pick_failed,
+            (min(self._device.units, rows, max(1, pool.numel() // words)),),
+            *inputs.tensors,
+            failed,
+            pool,
+            *results,
+            run.start,
+            *inputs.strides,
+            out_stride,
+            words,
+            **inputs.facts,
+            HEADS_PADDED=self._heads_padded,
+            TOPK=topk,
+            KEYS=row_score_tile(inputs.operand, self._device).keys,
+            WIDTH=_WIDTH,
+            num_warps=8,
+        )
+
+    @property
+    def _heads_padded(self) -> int:
+        return max(16, power_of_two(self._problem.dims.index_n_heads))

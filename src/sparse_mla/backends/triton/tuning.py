@@ -1,0 +1,109 @@
+"""Tile sizes: a table by architecture and geometry, never by the batch's shape, because tiles decide reduction order.
+
+No torch and no triton here: ``plan`` reads it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...device import Device
+    from ...problem import Problem
+
+DECODE_THRESHOLD = 16
+"""Query tokens of a call up to which a request counts as decoding: fast mode may then reduce in another order."""
+_ROOMY = 160 << 10
+"""Bytes of shared memory from which the tiles of data-centre parts fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreTile:
+    """One product of select: ``rows`` query rows by ``keys`` index keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendTile:
+    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendSplit:
+    """How a row's index list is cut.
+
+    Attributes:
+        segment: indices of one segment; segments start at fixed places and are merged in order.
+        parts: segments of a row, each a program of its own in calls of at most ``rows`` query tokens.
+        strict: larger calls reduce segment by segment too, in one program, and so agree in every bit.
+    """
+
+    segment: int
+    parts: int
+    rows: int
+    strict: bool
+
+
+def operand(keys: str, query: str, device: Device) -> str:
+    """The dtype in which index keys and queries are multiplied, exactly: the narrowest that holds both.
+
+    fp8 is multiplied as it is where the matrix units take its encoding; else as fp16, which holds every fp8 value.
+    """
+    if keys == query:
+        return "f16" if keys.startswith("fp8") and keys != device.fp8 else keys
+    plain = [name for name in (keys, query) if not name.startswith("fp8")]
+    return {0: "f16", 1: plain[0] if plain else "", 2: "f32"}[len(plain)]
+
+
+def score_tile(operand: str, device: Device) -> ScoreTile:
+    """Many rows of one request: the keys stay, the loop runs over index heads."""
+    if operand == "f32":
+        return ScoreTile(rows=32, keys=64, warps=4, stages=1)
+    if device.kind == "rocm":
+        return ScoreTile(rows=64, keys=64, warps=4, stages=2)
+    return ScoreTile(rows=64, keys=128, warps=4, stages=3)
+
+
+def row_score_tile(operand: str, device: Device) -> ScoreTile:
+    """Keys by all index heads of one row, for decode, and for all rows in strict mode; ``rows`` share loaded keys."""
+    keys = 64 if operand == "f32" or device.kind == "rocm" else 128
+    return ScoreTile(rows=32, keys=keys, warps=4, stages=1 if operand == "f32" else 2)
+
+
+def attend_tile(problem: Problem, device: Device) -> AttendTile:
+    """Heads are padded to the smallest tile that the matrix units take, never the problem to 64."""
+    heads, roomy = problem.dims.num_heads, device.shared_bytes > _ROOMY
+    if problem.dtype == "f32" or problem.latent.encoding == "f32":
+        return AttendTile(heads=16, keys=16, warps=4, stages=1)
+    if device.kind == "rocm":
+        return AttendTile(heads=16 if heads <= 16 else 32, keys=32 if roomy else 16, warps=4, stages=1)
+    if not roomy:
+        return AttendTile(heads=16 if heads <= 16 else 32, keys=32, warps=4 if heads <= 16 else 8, stages=2)
+    if heads <= 16:
+        return AttendTile(heads=16, keys=64, warps=4, stages=2)
+    if heads <= 32:
+        return AttendTile(heads=32, keys=64, warps=8, stages=2)
+    return AttendTile(heads=64, keys=64, warps=8, stages=2)
+
+
+def attend_split(problem: Problem, device: Device) -> AttendSplit:
+    """Segments of 512: enough programs for one row, and few enough that merging costs little."""
+    topk, tile = problem.dims.index_topk, attend_tile(problem, device)
+    segment = max(tile.keys, min(512, -(-topk // tile.keys) * tile.keys))
+    blocks = -(-problem.dims.num_heads // tile.heads)
+    return AttendSplit(
+        segment=segment,
+        parts=-(-topk // segment),
+        rows=max(1, device.units // blocks),
+        strict=problem.deterministic or problem.dims.num_heads <= 16,
+    )
