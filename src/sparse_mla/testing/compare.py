@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 UNIT = 2.0**-24
-OUT_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
-"""Spacing of an output dtype relative to its value: rounding to nearest errs by at most half of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +29,22 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.what} differs at row {self.row}: {self.detail}"
+
+
+class ConformanceError(AssertionError):
+    """A clause of the contract is broken."""
+
+
+def demand(difference: Difference | None, where: str = "") -> None:
+    """Fail with the difference, if there is one."""
+    if difference is not None:
+        raise ConformanceError(f"{where}: {difference}" if where else str(difference))
+
+
+def require(condition: object, message: str) -> None:
+    """Fail with ``message`` unless the condition holds."""
+    if not condition:
+        raise ConformanceError(message)
 
 
 def first_difference(what: str, got: torch.Tensor, wanted: torch.Tensor) -> Difference | None:
@@ -48,7 +62,7 @@ def score_bound(
     index_q: torch.Tensor, index_weights: torch.Tensor, keys: torch.Tensor, k_scale: torch.Tensor
 ) -> torch.Tensor:
     """Largest fp32 error ``[S] f64`` of a score: D_i terms a product, H_i products, two scalings."""
-    size = (index_q.double().abs() @ keys.double().abs().T * index_weights.double().abs()[:, None]).sum(0)
+    size = keys.double().abs() @ (index_weights.double().abs() @ index_q.double().abs())
     return (index_q.shape[-1] + index_q.shape[0] + 2) * UNIT * size * k_scale.double().abs()
 
 
@@ -61,6 +75,7 @@ def check_selection(
     k_scale: torch.Tensor,
     *,
     exact: bool = False,
+    scores: torch.Tensor | None = None,
 ) -> Difference | None:
     """Judge one row of select by the reference's own scores over the visible keys.
 
@@ -69,36 +84,42 @@ def check_selection(
         keys: ``[S, D_i]`` the visible keys, S may be 0.
         exact: demand the reference's indices (inputs whose sums are exact in any order); otherwise every selected key
             must score no less, and every other no more, than the reference's k-th score give or take the bound.
+        scores: ``[S] f64`` from the reference, where the caller has them already.
     """
+    if scores is None:
+        scores = reference_select.scores(index_q, index_weights, keys, k_scale)
     chosen = indices[indices >= 0].long().cpu()
-    count = chosen.numel()
-    tail = indices[count:]
-    if bool((tail != -1).any()) or bool((chosen.diff() <= 0).any()):
-        return Difference(what="selected indices", row=row, detail="not ascending with −1 in the tail")
-    if count and int(chosen[-1]) >= keys.shape[0]:
-        detail = f"position {int(chosen[-1])} with {keys.shape[0]} visible keys"
-        return Difference(what="selected indices", row=row, detail=detail)
-    scores = reference_select.scores(index_q, index_weights, keys, k_scale)
     wanted = reference_select.top(scores, indices.numel())
-    if count != wanted.numel():
-        return Difference(what="selected indices", row=row, detail=f"{count} indices, wanted {wanted.numel()}")
-    if torch.equal(chosen, wanted):
-        return None
-    if exact:
-        at = int((chosen != wanted).nonzero()[0])
-        detail = f"index {at} is {int(chosen[at])}, wanted {int(wanted[at])}"
-        return Difference(what="selected indices", row=row, detail=detail)
-    kth, bound = scores[wanted].min(), score_bound(index_q, index_weights, keys, k_scale)
-    taken = torch.zeros(keys.shape[0], dtype=torch.bool)
+    fault = _malformed(indices, chosen, wanted.numel(), keys.shape[0])
+    if not fault and not torch.equal(chosen, wanted):
+        if exact:
+            at = int((chosen != wanted).nonzero()[0])
+            fault = f"index {at} is {int(chosen[at])}, wanted {int(wanted[at])}"
+        else:
+            fault = _misjudged(chosen, wanted, scores, score_bound(index_q, index_weights, keys, k_scale))
+    return Difference(what="selected indices", row=row, detail=fault) if fault else None
+
+
+def _malformed(indices: torch.Tensor, chosen: torch.Tensor, count: int, visible: int) -> str:
+    """What is wrong with the form of a row of indices, before any score is looked at."""
+    if bool((indices[chosen.numel() :] != -1).any()) or bool((chosen.diff() <= 0).any()):
+        return "not ascending with −1 in the tail"
+    if chosen.numel() and int(chosen[-1]) >= visible:
+        return f"position {int(chosen[-1])} with {visible} visible keys"
+    return "" if chosen.numel() == count else f"{chosen.numel()} indices, wanted {count}"
+
+
+def _misjudged(chosen: torch.Tensor, wanted: torch.Tensor, scores: torch.Tensor, bound: torch.Tensor) -> str:
+    """The first position that no rounding excuses: selected though too low, or left out though too high."""
+    kth, slack = scores[wanted].min(), bound + bound[wanted].max()
+    taken = torch.zeros(scores.numel(), dtype=torch.bool)
     taken[chosen] = True
-    slack = bound + bound[wanted].max()
     wrong = torch.where(taken, scores < kth - slack, scores > kth + slack) & ~scores.isnan() | (taken & scores.isnan())
     if not bool(wrong.any()):
-        return None
+        return ""
     at = int(wrong.nonzero()[0])
     verb = "selected" if taken[at] else "left out"
-    detail = f"position {at} was {verb} with score {scores[at]:.9g}; the k-th best is {kth:.9g} ± {slack[at]:.2g}"
-    return Difference(what="selected indices", row=row, detail=detail)
+    return f"position {at} was {verb} with score {scores[at]:.9g}; the k-th best is {kth:.9g} ± {slack[at]:.2g}"
 
 
 def check_attention(
@@ -112,38 +133,39 @@ def check_attention(
     """Judge one row of attend: ``out [H, D_c]`` and ``lse [H]`` against float64 over ``latent [N, D_c + D_r]``.
 
     The bound: a score errs by δ = (D + 2) · u · Σ|q||k| · scale, a probability by a factor e^2δ, a sum of N weighted
-    values by N · u more, and the output is rounded once to its dtype.
+    values by N · u more, and the output is rounded once to its dtype: half its spacing, at most eps / 2 of the value.
     """
-    rank = out.shape[-1]
-    wanted, wanted_lse = reference_attend.attend(q, latent, softmax_scale, rank)
+    wanted, wanted_lse = reference_attend.attend(q, latent, softmax_scale, out.shape[-1])
     got = out.double().cpu()
     if not torch.equal(got.isnan(), wanted.isnan()):
         return Difference(what="attention output", row=row, detail="NaN in other places than the reference")
     if latent.shape[0] == 0:
-        if bool((out != 0).any()) or (lse is not None and bool((lse != -torch.inf).any())):
-            return Difference(what="attention output", row=row, detail="a row without keys must be 0 with lse −inf")
-        return None
+        empty = bool((out == 0).all()) and (lse is None or bool((lse == -torch.inf).all()))
+        detail = "a row without keys must be 0 with lse −inf"
+        return None if empty else Difference(what="attention output", row=row, detail=detail)
     size = (q.double().abs() @ latent.double().abs().T * softmax_scale).amax(-1)
     score_error = (q.shape[-1] + 2) * UNIT * size
     weights = (q.double() @ latent.double().T * softmax_scale - wanted_lse[:, None]).exp()
-    spread = weights @ latent[:, :rank].double().abs()
+    spread = weights @ latent[:, : out.shape[-1]].double().abs()
     relative = torch.expm1(2 * score_error) + (latent.shape[0] + 16) * UNIT
-    bound = relative[:, None] * spread + OUT_UNIT[out.dtype] * wanted.abs() / 2 * 1.01 + 1e-30
-    wrong = ((got - wanted).abs() > bound) & ~wanted.isnan()
-    if bool(wrong.any()):
-        head, column = (int(index) for index in wrong.nonzero()[0])
-        values = f"{got[head, column]:.9g}, wanted {wanted[head, column]:.9g} ± {bound[head, column]:.2g}"
-        return Difference(what="attention output", row=row, detail=f"head {head} column {column} is {values}")
+    bound = relative[:, None] * spread + torch.finfo(out.dtype).eps * wanted.abs() / 2 * 1.01 + 1e-30
+    fault = _beyond(got, wanted, bound)
+    if fault:
+        return Difference(what="attention output", row=row, detail=fault)
     if lse is None:
         return None
-    error = (lse.double().cpu() - wanted_lse).abs()
     allowed = score_error + (latent.shape[0] + 16) * UNIT + 2 * UNIT * wanted_lse.abs()
-    bad = (error > allowed) & wanted_lse.isfinite()
-    if bool(bad.any()):
-        head = int(bad.nonzero()[0])
-        values = f"{lse[head]:.9g}, wanted {wanted_lse[head]:.9g} ± {allowed[head]:.2g}"
-        return Difference(what="lse", row=row, detail=f"head {head} is {values}")
-    return None
+    fault = _beyond(lse.double().cpu(), wanted_lse, allowed)
+    return Difference(what="lse", row=row, detail=fault) if fault else None
+
+
+def _beyond(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) -> str:
+    """The first element further from the reference than its bound; infinities must be equal, NaN in the same places."""
+    wrong = torch.where(wanted.isfinite(), ~((got - wanted).abs() <= bound), got != wanted) & ~wanted.isnan()
+    if not bool(wrong.any()):
+        return ""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"element {list(at)} is {got[at]:.9g}, wanted {wanted[at]:.9g} ± {bound[at]:.2g}"
 
 
 def check_same(what: str, runs: Sequence[torch.Tensor]) -> Difference | None:

@@ -81,22 +81,42 @@ class Prompt:
 
 
 def cache_of(
-    cache_format: CacheFormat, block_size: int, num_blocks: int, *, seed: int, gap_bytes: int = 0
+    cache_format: CacheFormat, block_size: int, num_blocks: int, *, seed: int, gap_bytes: int = 0, where: str = "cpu"
 ) -> CacheView:
     """A cache full of junk bytes, with ``gap_bytes`` of foreign memory between blocks, as in an engine's packed pool.
 
     Junk includes NaN: a backend that reads a row which nobody wrote shows it.
     """
+    return interleaved([cache_format], block_size, num_blocks, seed=seed, gap_bytes=gap_bytes, where=where)[0]
+
+
+def interleaved(
+    formats: Sequence[CacheFormat],
+    block_size: int,
+    num_blocks: int,
+    *,
+    seed: int,
+    gap_bytes: int = 0,
+    where: str = "cpu",
+) -> list[CacheView]:
+    """Caches that share one allocation of junk: block 0 of each, ``gap_bytes`` of nobody's memory, block 1 of each ..."""
     source = torch.Generator().manual_seed(seed)
-    stride = block_size * cache_format.row_bytes + gap_bytes
-    storage = torch.randint(0, 256, (max(num_blocks, 1) * stride,), dtype=torch.uint8, generator=source)
-    return CacheView(
-        storage=storage,
-        format=cache_format,
-        block_size=block_size,
-        block_stride_bytes=stride,
-        num_blocks=num_blocks,
-    )
+    stride = block_size * sum(cache_format.row_bytes for cache_format in formats) + gap_bytes
+    junk = torch.randint(0, 256, (max(num_blocks, 1) * stride,), dtype=torch.uint8, generator=source)
+    storage, offset, views = junk.to(where), 0, []
+    for cache_format in formats:
+        views.append(
+            CacheView(
+                storage=storage,
+                format=cache_format,
+                block_size=block_size,
+                block_stride_bytes=stride,
+                num_blocks=num_blocks,
+                offset_bytes=offset,
+            )
+        )
+        offset += block_size * cache_format.row_bytes
+    return views
 
 
 def scattered_blocks(lens: Sequence[int], block_size: int, *, seed: int, spare: int = 3) -> tuple[torch.Tensor, int]:
