@@ -106,7 +106,7 @@ class Report:
         return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
-def writable(path: Path) -> Path:
+def writable(path: Path, option: str = "--junit") -> Path:
     """Check, before a long run, that a result can be written to ``path`` when it ends.
 
     Raises:
@@ -114,7 +114,7 @@ def writable(path: Path) -> Path:
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError("--junit", needs="a file name in a folder that can be written to", got=str(path))
+        raise UsageError(option, needs="a file name in a folder that can be written to", got=str(path))
     return path
 
 
