@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .facts import device_facts
 from .reading import Reader
-from .selector import NOT_SPARSE
+from .selector import NOT_SPARSE, Candidate, Selection, judge
 from .values import Choices, Class, Method, Raised, Record, Symbol, Unknown, Unreadable, explore
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ class Offers:
     def usable(self) -> tuple[str, ...]:
         """Sparse backends that the engine would take (or may, on conditions), provided that the indexer runs."""
         return tuple(offer.name for offer in self.backends if offer.status in {VALID, DEPENDS} and not offer.dense)
+
+
+    @property
+    def refusal(self) -> Selection | None:
+        """The answer as a selector error, where every backend is known to refuse; None otherwise."""
+        if not self.backends or any(offer.status != INVALID for offer in self.backends) or self.arch == "cpu":
+            return None
+        return judge(tuple(Candidate(name=offer.name, reasons=offer.reasons) for offer in self.backends), {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,9 +229,16 @@ def _decisive(refusals: list[Outcome], outcomes: list[Outcome]) -> tuple[str, ..
     shared = set.intersection(*(set(outcome.assumed) for outcome in refusals)) if refusals else set()
     others = [outcome for outcome in outcomes if outcome not in refusals]
     kept = [(text, way) for text, way in refusals[0].assumed if (text, way) in shared] if refusals else []
-    return tuple(
-        text if way else f"not {text}" for text, way in kept if any((text, way) not in other.assumed for other in others)
-    )
+    decisive = [(text, way) for text, way in kept if any((text, way) not in other.assumed for other in others)]
+    if not decisive:  # several ways lead to a refusal: name all that was asked on them
+        decisive = [item for outcome in refusals for item in outcome.assumed]
+    return tuple(dict.fromkeys(_condition(text, way) for text, way in decisive))
+
+
+def _condition(text: str, way: bool) -> str:
+    if way:
+        return text
+    return f"not ({text})" if " " in text else f"not {text}"
 
 
 def _platform_itself(source: SourceTree, request: Request) -> Offer:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from .audit import FAULTY
-from .knowledge import SEVERITIES
+from .knowledge import SEVERITIES, in_range
 from .selector import read
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .logs import Hit
     from .selector import Selection
 
+_NO_BACKEND = "no-sparse-backend"
 _WHOLE = re.compile(r"\d{1,18}")
 
 
@@ -58,6 +59,8 @@ class Evidence:
         hits: the log's hits by defect id; None when no log was given.
         probes: answers of the source audit by id; None when no source was found.
         flags: options that the engine's source knows; None when no source was found.
+        offered: the engine's own answer for the device, where it refuses every sparse backend.
+        plugin_range: engine versions that this package's plugin supports; "" when unknown.
     """
 
     facts: Mapping[str, Any]
@@ -65,7 +68,8 @@ class Evidence:
     hits: Mapping[str, Hit] | None
     probes: Mapping[str, Probe] | None
     flags: frozenset[str] | None
-    plugin_active: bool = False
+    plugin_range: str = ""
+    offered: Selection | None = None
 
 
 def selection(hit: Hit | None) -> Selection | None:
@@ -82,19 +86,21 @@ def selection(hit: Hit | None) -> Selection | None:
 
 def judge(defects: Sequence[Defect], evidence: Evidence) -> list[Finding]:
     """Every entry that the evidence leads to, what to read first standing first."""
-    selector_hit = (evidence.hits or {}).get("no-sparse-backend")
-    chosen = selection(selector_hit)
-    found = [finding for defect in defects if (finding := _judge_one(defect, evidence, chosen, selector_hit)) is not None]
-    if chosen is not None and any(finding.defect.selector_reason for finding in found if finding.standing is Standing.SEEN):
-        # A setting alone blocks: that is the cause, and "no backend for this device" is not true.
-        found = [finding for finding in found if finding.defect.id != "no-sparse-backend"]
-    if chosen is not None and chosen.settings.get("use_sparse") == "False":
-        found = [finding for finding in found if finding.defect.id != "no-sparse-backend"]
-    return sorted(found, key=_weight)
+    hit = (evidence.hits or {}).get(_NO_BACKEND)
+    chosen = selection(hit) if hit is not None else evidence.offered
+    found = [finding for defect in defects if (finding := _judge_one(defect, evidence, chosen, hit)) is not None]
+    # Where a setting alone blocks, or the model is not sparse, "no backend for this device" is not true.
+    denied = chosen is not None and chosen.settings.get("use_sparse") == "False"
+    if denied or any(finding.defect.selector_reason for finding in found):
+        found = [finding for finding in found if finding.defect.id != _NO_BACKEND]
+    prompt = evidence.facts.get("prompt_tokens") or evidence.facts.get("max_model_len")
+    return sorted(found, key=lambda finding: _weight(finding, prompt))
 
 
-def _weight(finding: Finding) -> tuple[int, int, int]:
-    severity = SEVERITIES.index(finding.defect.severity)
+def _weight(finding: Finding, prompt: int | None) -> tuple[int, int, int]:
+    severity = 2 * SEVERITIES.index(finding.defect.severity)
+    if not (prompt and finding.threshold and prompt >= finding.threshold):
+        severity += 1  # of two faults of one kind, the one that this prompt is known to reach comes first
     seen = finding.standing is Standing.SEEN
     if seen and not finding.symptom and finding.defect.severity not in {"slow", "note"}:
         return 0, finding.line, severity
@@ -110,9 +116,8 @@ def _judge_one(
 ) -> Finding | None:
     hit = (evidence.hits or {}).get(defect.id)
     probe = (evidence.probes or {}).get(defect.probe)
-    if _explains(defect, chosen) and selector_hit is not None and chosen is not None:
-        text = f"{chosen.nearest} would run but for: {', '.join(chosen.blocking)}"
-        return _finding(defect, Standing.SEEN, evidence, (_log_line(selector_hit), text), selector_hit.line)
+    if chosen is not None and (_explains(defect, chosen) or (defect.id == _NO_BACKEND and selector_hit is None)):
+        return _from_selection(defect, evidence, chosen, selector_hit)
     if hit is not None:
         standing = _standing_of_hit(defect, hit, evidence)
         if standing is not None:
@@ -128,10 +133,19 @@ def _judge_one(
     return None
 
 
-def _explains(defect: Defect, chosen: Selection | None) -> bool:
-    if chosen is None or not defect.selector_reason or not chosen.adjustable or chosen.settings.get("use_sparse") == "False":
+def _explains(defect: Defect, chosen: Selection) -> bool:
+    if not defect.selector_reason or not chosen.adjustable or chosen.settings.get("use_sparse") == "False":
         return False
     return defect.selector_reason in chosen.blocking
+
+
+def _from_selection(defect: Defect, evidence: Evidence, chosen: Selection, hit: Hit | None) -> Finding:
+    if defect.id == _NO_BACKEND:
+        return _finding(defect, Standing.READ, evidence, tuple(_selector_lines(defect, chosen)), 0)
+    text = f"{chosen.nearest} would run but for: {', '.join(chosen.blocking)}"
+    if hit is None:
+        return _finding(defect, Standing.READ, evidence, (text,), 0)
+    return _finding(defect, Standing.SEEN, evidence, (_log_line(hit), text), hit.line)
 
 
 def _standing_of_hit(defect: Defect, hit: Hit, evidence: Evidence) -> Standing | None:
@@ -166,7 +180,7 @@ def _number_lines(hit: Hit) -> list[str]:
 
 
 def _selector_lines(defect: Defect, chosen: Selection | None) -> list[str]:
-    if defect.id != "no-sparse-backend" or chosen is None:
+    if defect.id != _NO_BACKEND or chosen is None:
         return []
     dense = sum(candidate.dense for candidate in chosen.candidates)
     if not chosen.nearest:
@@ -204,8 +218,21 @@ def _finding(
 def offered(remedies: Sequence[Remedy], evidence: Evidence) -> tuple[Remedy, ...]:
     """Remedies whose condition is not known to fail and whose options the installed version has."""
     return tuple(
-        remedy
+        _for_version(remedy, evidence)
         for remedy in remedies
         if (remedy.when is None or remedy.when.holds(evidence.facts) is not False)
         and (evidence.flags is None or all(flag in evidence.flags for flag in remedy.flags))
+    )
+
+
+def _for_version(remedy: Remedy, evidence: Evidence) -> Remedy:
+    """Our plugin serves certain engine versions only: with another one, going there is part of the command."""
+    version = evidence.facts.get("version:vllm")
+    uses_plugin = "SPARSE_MLA" in remedy.command or "sparse-mla &&" in remedy.command
+    if not (uses_plugin and evidence.plugin_range and version) or in_range(version, evidence.plugin_range):
+        return remedy
+    return replace(
+        remedy,
+        do=f"{remedy.do} It supports vLLM {evidence.plugin_range}; this is {version}.",
+        command=f"pip install 'vllm{evidence.plugin_range}' && {remedy.command}",
     )

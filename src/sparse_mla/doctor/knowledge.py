@@ -117,15 +117,16 @@ class Defect:
         if self.engine != "any":
             answers.append(None if facts.get("engine") is None else facts["engine"] == self.engine)
         if versions and self.engine != "any":
-            answers.append(_in_range(facts.get(f"version:{self.engine}"), self.versions))
-        answers += [_in_range(facts.get(f"version:{name}"), specifier) for name, specifier in self.packages.items()]
+            answers.append(in_range(facts.get(f"version:{self.engine}"), self.versions))
+        answers += [in_range(facts.get(f"version:{name}"), specifier) for name, specifier in self.packages.items()]
         answers += [rule.holds(facts) for rule in (self.device, self.config) if rule is not None]
         if False in answers:
             return False
         return None if None in answers else True
 
 
-def _in_range(version: object, specifier: SpecifierSet) -> bool | None:
+def in_range(version: object, specifier: SpecifierSet | str) -> bool | None:
+    """Whether ``version`` is within ``specifier``; None when it is unknown or no version."""
     if not str(specifier):
         return True
     try:

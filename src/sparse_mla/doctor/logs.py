@@ -24,6 +24,7 @@ _EXCERPT_CHARS = 300
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_ERROR = re.compile(r"[A-Za-z]{2,40}(?:Error|Exception)\b:?|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b")
 _BREAKS = re.compile(r"\r\n|\n|\r")
 _PREFIX = re.compile(
     r"(?:"
@@ -102,12 +103,14 @@ class Hit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogReport:
-    """What one pass over a log found. ``facts`` are settings that the engine printed."""
+    """What one pass over a log found. ``facts`` are settings that the engine printed; ``first_error`` is the first line
+    that speaks of one ("" when none does)."""
 
     hits: tuple[Hit, ...]
     facts: Mapping[str, str]
     num_lines: int
     num_workers: int
+    first_error: str
 
 
 @dataclass(slots=True)
@@ -225,7 +228,7 @@ def scan(
     """Search a binary stream for ``signatures`` (by key) and settings (``facts``, hole named ``value``; the largest
     value where the name begins with ``max:``, else the first)."""
     state = _Scan(signatures=signatures, facts=facts or {})
-    worker, number = "", 0
+    worker, number, error = "", 0, ""
     for number, raw in lines(decoded(source)):
         if not raw:
             continue
@@ -235,6 +238,8 @@ def scan(
             # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
             worker = prefix["worker"] or ""
             line = line[prefix.end() :]
+        if not error and _ERROR.search(line):
+            error = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
         stream.add(number, line)
         if stream.held >= _BUFFER_CHARS:
@@ -242,4 +247,4 @@ def scan(
     for stream in state.streams.values():
         state.search(stream, final=True)
     hits = tuple(sorted(state.hits.values(), key=lambda hit: hit.line))
-    return LogReport(hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams))
+    return LogReport(hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams), first_error=error)

@@ -90,11 +90,16 @@ def read(config: str, reasons: str) -> Selection:
         config: the ``AttentionSelectorConfig(...)`` part, as far as it was not cut off.
         reasons: the part after ``Reasons:``; whitespace may be missing from both.
     """
-    candidates = tuple(_candidates(reasons))
+    settings = {name: value.strip("'") for name, value in _SETTING.findall(config)}
+    return judge(tuple(_candidates(reasons)), settings)
+
+
+def judge(candidates: tuple[Candidate, ...], settings: dict[str, str]) -> Selection:
+    """Which sparse backend is nearest, and what stands in its way."""
     sparse = [candidate for candidate in candidates if not candidate.dense]
     nearest = min(sparse, key=lambda candidate: (len(candidate.fixed), len(candidate.reasons)), default=None)
     return Selection(
-        settings={name: value.strip("'") for name, value in _SETTING.findall(config)},
+        settings=settings,
         candidates=candidates,
         nearest=nearest.name if nearest else "",
         blocking=_blocking(nearest) if nearest else (),

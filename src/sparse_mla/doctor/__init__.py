@@ -1,0 +1,1 @@
+"""Evidence in, one diagnosis out: cause, proof, cure, and what was checked and found well."""

@@ -1,0 +1,164 @@
+"""The chain of long prefills on ROCm, where the only sparse backend of vLLM has returned fluent nonsense from some prompt
+length on: what is served by what, where chunking begins, which known causes this very source has, and the ways out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .audit import ABSENT, FAULTY
+from .facts import DEFAULT_LOGITS_MB
+from .knowledge import Remedy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .audit import Probe
+    from .candidates import Offers
+
+BACKEND = "ROCM_AITER_MLA_SPARSE"
+ASSUMED_CHUNK = 8192  # vLLM's usual max_num_batched_tokens on data-centre GPUs
+_SCORE_BYTES = 4
+
+# Probe, and what it means for long prompts. The first three give wrong tokens, the last two cost memory and time.
+CAUSES: Mapping[str, str] = {
+    "plan-key": "from the third chunk on, attention reuses the first chunk's work partition",
+    "cache-layout": "index keys are misplaced at block size 1, at every length",
+    "block-offset-width": "where one layer's index cache exceeds 2 GiB, keys beyond are written or read elsewhere",
+    "scratch-reserved": "prefill scratch is not reserved: memory given to the KV cache may be taken",
+    "gather-skip": "keys are gathered again for every sub-chunk: time lost, not wrong by itself",
+}
+WRONG_OUTPUT = ("plan-key", "cache-layout", "block-offset-width")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongPrefill:
+    """One prompt length followed through the chunking of one configuration.
+
+    Attributes:
+        only_candidate: the engine has no other sparse backend for this device; None when the source was not read.
+        chunk_tokens: query tokens of one prefill chunk (max_num_batched_tokens).
+        chunk_assumed: nobody stated it.
+        max_scores: fp32 scores that the logits budget holds.
+        subchunk_from: context from which a full chunk is cut along its queries.
+        third_chunk_from: prompt tokens from which a third chunk exists.
+        prompt_tokens: the prompt that is followed; None when neither it nor max_model_len is known.
+        num_chunks, num_subchunks: of that prompt; sub-chunks of its last full-width chunk.
+        causes: probe id -> faulty, sound, absent or "not read".
+        safe_tokens: longest prompt that none of the causes found here reaches; 0 when there is none, None when
+            nothing was found.
+        dense_possible: whether the config lets the engine run dense attention; None when no config was given.
+    """
+
+    arch: str
+    version: str
+    aiter: str
+    only_candidate: bool | None
+    chunk_tokens: int
+    chunk_assumed: bool
+    logits_mb: int
+    max_scores: int
+    subchunk_from: int
+    third_chunk_from: int
+    prompt_tokens: int | None
+    num_chunks: int | None
+    num_subchunks: int | None
+    causes: Mapping[str, str]
+    safe_tokens: int | None
+    dense_possible: bool | None
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Causes of wrong output that this source has."""
+        return tuple(name for name in WRONG_OUTPUT if self.causes.get(name) == FAULTY)
+
+
+def follow(facts: Mapping[str, Any], probes: Mapping[str, Probe] | None, offers: Offers | None) -> LongPrefill | None:
+    """The chain for these facts; None unless vLLM serves a DSA model on an AMD GPU."""
+    if facts.get("vendor") != "amd" or facts.get("dsa") is False or facts.get("engine") not in {"vllm", None}:
+        return None
+    chunk = facts.get("max_num_batched_tokens") or ASSUMED_CHUNK
+    budget = facts.get("logits_mb") or DEFAULT_LOGITS_MB
+    scores = budget * (1 << 20) // _SCORE_BYTES
+    prompt = facts.get("prompt_tokens") or facts.get("max_model_len")
+    causes = {name: probes[name].status if probes and name in probes else "not read" for name in CAUSES}
+    if causes["cache-layout"] == FAULTY and (facts.get("block_size") or 1) > 1:
+        causes["cache-layout"] = ABSENT  # the fixed layout is right for every other block size
+    third = 2 * chunk + 1
+    return LongPrefill(
+        arch=str(facts.get("arch") or "AMD GPU"),
+        version=str(facts.get("version:vllm") or ""),
+        aiter=str(facts.get("version:aiter") or ""),
+        only_candidate=None if offers is None else offers.usable == (BACKEND,),
+        chunk_tokens=chunk,
+        chunk_assumed=not facts.get("max_num_batched_tokens"),
+        logits_mb=budget,
+        max_scores=scores,
+        subchunk_from=scores // chunk + 1,
+        third_chunk_from=third,
+        prompt_tokens=prompt,
+        num_chunks=-(-prompt // chunk) if prompt else None,
+        num_subchunks=-(-min(chunk, prompt) * prompt // scores) if prompt else None,
+        causes=causes,
+        safe_tokens=_safe(causes, third),
+        dense_possible=_dense_possible(facts),
+    )
+
+
+def _safe(causes: Mapping[str, str], third: int) -> int | None:
+    if causes["cache-layout"] == FAULTY:
+        return 0  # keys are misplaced at every length
+    return third - 1 if causes["plan-key"] == FAULTY else None
+
+
+def _dense_possible(facts: Mapping[str, Any]) -> bool | None:
+    """vLLM runs dense only where the config has no index_topk; GLM's config class always fills it in."""
+    model_type = facts.get("model_type")
+    return None if not model_type else model_type != "glm_moe_dsa"
+
+
+def steps(chain: LongPrefill) -> list[str]:
+    """The chain as sentences, in order."""
+    only = {True: "the only candidate", False: "not the only candidate", None: "candidates not read"}[chain.only_candidate]
+    assumed = " (assumed)" if chain.chunk_assumed else ""
+    lines = [
+        f"{chain.arch}, vLLM {chain.version or 'of unknown version'}, aiter {chain.aiter or 'not found'}: {BACKEND} is {only}",
+        f"chunks of {chain.chunk_tokens:,} tokens{assumed}; {chain.logits_mb} MiB of fp32 scores hold {chain.max_scores:,}",
+        f"a full chunk is cut along its queries from a context of {chain.subchunk_from:,} tokens on",
+        f"a third chunk exists from {chain.third_chunk_from:,} prompt tokens on",
+    ]
+    if chain.prompt_tokens:
+        lines.append(
+            f"a prompt of {chain.prompt_tokens:,} tokens: {chain.num_chunks} chunks, the last full one in {chain.num_subchunks} parts"
+        )
+    lines += [f"{name}: {chain.causes[name]}" + (f": {text}" if chain.causes[name] == FAULTY else "") for name, text in CAUSES.items()]
+    return lines
+
+
+def remedies(chain: LongPrefill) -> tuple[Remedy, ...]:
+    """The ways out, in order; none unless this source has a cause of wrong output."""
+    if not chain.wrong:
+        return ()
+    ways = [
+        Remedy(do="Fix: upgrade to a version in which none of these causes was found.", command="pip install -U 'vllm>=0.26'"),
+        Remedy(do="Fix: let the portable backend serve.", command="SPARSE_MLA_VLLM=always vllm serve MODEL"),
+    ]
+    if chain.safe_tokens:
+        limit = chain.safe_tokens
+        flags = ("--max-num-batched-tokens", "--max-model-len")
+        command = f"vllm serve MODEL {flags[0]} {chain.chunk_tokens} {flags[1]} {limit}"
+        ways.append(Remedy(do=f"Work-around: at most {limit:,} tokens (two chunks).", command=command, flags=flags))
+    return (*ways, _dense(chain))
+
+
+def _dense(chain: LongPrefill) -> Remedy:
+    if chain.dense_possible is False:
+        why = "this model's config class fills in index_topk, so deleting the key changes nothing"
+        return Remedy(do=f"Dense attention is no work-around here: {why}.", approximate=True)
+    allowed = "this model's config allows it" if chain.dense_possible else "for a deepseek_v32 model only"
+    copy = "a copy of the checkpoint without index_* keys and indexer weights"
+    return Remedy(
+        do=f"Work-around, right only up to index_topk tokens: dense attention from {copy} ({allowed}).",
+        command="vllm serve COPY",
+        approximate=True,
+    )
