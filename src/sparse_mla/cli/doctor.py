@@ -58,9 +58,20 @@ def run(args: argparse.Namespace) -> int:
     """Exit codes: 0 nothing found, 1 a fault found or an error of unknown cause in the log."""
     if args.log == "-" and sys.stdin.isatty():
         print("reading a log from the terminal; end it with Ctrl-D", file=sys.stderr)
-    names = (
-        "model log vllm_source simulate tp pp dcp max_model_len max_num_batched_tokens prompt_tokens kv_cache_dtype block_size"
-    ).split()
+    names = [
+        "model",
+        "log",
+        "vllm_source",
+        "simulate",
+        "tp",
+        "pp",
+        "dcp",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "prompt_tokens",
+        "kv_cache_dtype",
+        "block_size",
+    ]
     question = Question(static=args.static, **{name: getattr(args, name) for name in names})
     diagnosis = diagnose(question, _plugin())
     if args.format == "json":

@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
 def _list(form: str) -> int:
     defects = load()
     if form == "json":
-        entries = [{"id": item.id, "group": item.group, "severity": item.severity, "title": item.title} for item in defects]
+        entries = [
+            {"id": item.id, "group": item.group, "severity": item.severity, "title": item.title} for item in defects
+        ]
         emit_json({"schema": "sparse-mla/explain/1", "ok": True, "findings": [], "defects": entries})
     elif form == "human":
         rows = [(item.id, item.severity, item.title) for item in defects]

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import NotCheckableError, UsageError
 from . import candidates, child, environment, flags, longprefill, ours, source
@@ -35,7 +35,8 @@ HEALTHY, FAULT, UNKNOWN = "healthy", "fault", "unknown"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """What was asked. ``log`` is a path or ``-`` for standard input; numbers are the engine's launch flags; ``static``:
-    never run the engine's code, not even in a child."""
+    never run the engine's code, not even in a child.
+    """
 
     model: str | None = None
     log: str | None = None
@@ -54,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plugin:
-    """This package's vLLM plugin as the command line knows it: supported versions, and the check of its seams."""
+    """The vLLM plugin of this package as the command line knows it: supported versions, and the check of its seams."""
 
     supports: str
     mismatches: Callable[[Path], Sequence[str]]
@@ -115,7 +116,10 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
     )
     findings, covered = _split_covered(judge(load(), evidence), facts, question)
     well = [*covered, *_well(findings, probes, facts)]
-    notes = [*facts.notes, *(tree.problems if tree else ["no vLLM was found: its source and candidates were not checked"])]
+    notes = [
+        *facts.notes,
+        *(tree.problems if tree else ["no vLLM was found: its source and candidates were not checked"]),
+    ]
     if tree is not None and plugin is not None:
         _check_seams(tree, plugin, well, notes)
     chain = longprefill.follow(facts.values, probes or None, offers)
@@ -148,7 +152,16 @@ def _facts(
 ) -> Facts:
     """Facts by strength: flags, model, log, simulated device, source, shell, this machine."""
     facts = Facts()
-    names = ("tp", "pp", "dcp", "max_model_len", "max_num_batched_tokens", "kv_cache_dtype", "block_size", "prompt_tokens")
+    names = (
+        "tp",
+        "pp",
+        "dcp",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "kv_cache_dtype",
+        "block_size",
+        "prompt_tokens",
+    )
     facts.add("flag", {name: getattr(question, name) for name in names})
     if question.simulate:
         facts.add("--simulate", device_facts(question.simulate))
@@ -164,7 +177,9 @@ def _facts(
     if tree is not None and tree.origin == "given":
         facts.add("source", {"engine": "vllm", "version:vllm": tree.version or None})
     facts.add("shell", from_environment())
-    facts.add("packages", {k: v for k, v in from_machine(here, packages).items() if k.startswith(("version:", "engine"))})
+    facts.add(
+        "packages", {k: v for k, v in from_machine(here, packages).items() if k.startswith(("version:", "engine"))}
+    )
     facts.add("machine", from_machine(here, packages))
     return facts
 
@@ -173,7 +188,9 @@ def _probes_for_log(probes: dict[str, Probe], tree: SourceTree | None, facts: Fa
     """The source here says nothing about a log that another version wrote."""
     stated = facts.values.get("version:vllm") if facts.sources.get("version:vllm") == "log" else None
     if tree is not None and stated and tree.version and stated.split("+")[0] != tree.version.split("+")[0]:
-        facts.notes.append(f"the log is from vLLM {stated}, the source read here is {tree.version}: not used as evidence")
+        facts.notes.append(
+            f"the log is from vLLM {stated}, the source read here is {tree.version}: not used as evidence"
+        )
         return {}
     return probes
 

@@ -59,7 +59,11 @@ def _gather_skip(source: SourceTree) -> _Answer:
         return _NOT_THERE
     if _mentions(loop, {"skip_kv_gather"}):
         return SOUND, f"{ROCM_OPS}:{loop.lineno}", "the prefill loop reads skip_kv_gather"
-    return FAULTY, f"{ROCM_OPS}:{loop.lineno}", "the prefill loop gathers for every chunk and never reads skip_kv_gather"
+    return (
+        FAULTY,
+        f"{ROCM_OPS}:{loop.lineno}",
+        "the prefill loop gathers for every chunk and never reads skip_kv_gather",
+    )
 
 
 def _scratch_reserved(source: SourceTree) -> _Answer:
@@ -118,7 +122,11 @@ def _block_offset_width(source: SourceTree) -> _Answer:
     if not any(_reads_block_table(kernel) for kernel in kernels):
         return _COMPILED
     if narrow:
-        return FAULTY, f"{ROCM_OPS}:{narrow[0].lineno}", f"{narrow[0].name} multiplies a 32-bit block number by the stride"
+        return (
+            FAULTY,
+            f"{ROCM_OPS}:{narrow[0].lineno}",
+            f"{narrow[0].name} multiplies a 32-bit block number by the stride",
+        )
     return SOUND, f"{ROCM_OPS}:{kernels[0].lineno}", "block numbers are widened to 64 bits"
 
 
@@ -146,7 +154,11 @@ def _topk_sentinel(source: SourceTree) -> _Answer:
     if function is None:
         return _NOT_THERE
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and ast.unparse(node.value) == "-1" and _mentions(node.targets[0], {"topk_indices_buffer"}):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.value) == "-1"
+            and _mentions(node.targets[0], {"topk_indices_buffer"})
+        ):
             return SOUND, f"{ROCM_OPS}:{node.lineno}", "the selection buffer is set to -1 first"
     return FAULTY, f"{ROCM_OPS}:{function.lineno}", "the selection buffer is never set to -1"
 
@@ -186,7 +198,11 @@ def _cpu_refuses(source: SourceTree) -> _Answer:
     if function is None:
         return _NOT_THERE
     for node in ast.walk(function):
-        if isinstance(node, ast.If) and _mentions(node.test, {"use_sparse"}) and any(isinstance(item, ast.Raise) for item in node.body):
+        if (
+            isinstance(node, ast.If)
+            and _mentions(node.test, {"use_sparse"})
+            and any(isinstance(item, ast.Raise) for item in node.body)
+        ):
             return FAULTY, f"{CPU_PLATFORM}:{node.lineno}", "the CPU platform raises for every sparse model"
     return SOUND, f"{CPU_PLATFORM}:{function.lineno}", "the CPU platform does not refuse sparse models"
 
@@ -276,9 +292,10 @@ def _cached_key(function: ast.FunctionDef) -> ast.Tuple | None:
         and any(isinstance(target, ast.Attribute) and target.attr.endswith("key") for target in node.targets)
     }
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            if stored & {target.id for target in node.targets if isinstance(target, ast.Name)}:
-                return node.value
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        if stored & {target.id for target in node.targets if isinstance(target, ast.Name)}:
+            return node.value
     return None
 
 
@@ -301,7 +318,11 @@ def _is_context_length(part: ast.expr) -> bool:
     for node in ast.walk(part):
         if isinstance(node, ast.Name) and "context_len" in node.id:
             return True
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and _mentions(node.left, {"seq_lens", "seq_lens_cpu"}):
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Sub)
+            and _mentions(node.left, {"seq_lens", "seq_lens_cpu"})
+        ):
             return True
     return False
 

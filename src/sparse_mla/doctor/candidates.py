@@ -59,7 +59,6 @@ class Offers:
         """Sparse backends that the engine would take (or may, on conditions), provided that the indexer runs."""
         return tuple(offer.name for offer in self.backends if offer.status in {VALID, DEPENDS} and not offer.dense)
 
-
     @property
     def refusal(self) -> Selection | None:
         """The answer as a selector error, where every backend is known to refuse; None otherwise."""
@@ -149,7 +148,9 @@ def _arguments(request: Request) -> dict[str, Any]:
         "use_dcp": request.dcp > 1,
         "use_adaptive_verification": False,
         "use_rswa": False,
-        "device_capability": Record("capability", {"major": number // 10, "minor": number % 10}) if number else Unknown("capability"),
+        "device_capability": Record("capability", {"major": number // 10, "minor": number % 10})
+        if number
+        else Unknown("capability"),
     }
 
 
@@ -230,9 +231,10 @@ def _decisive(refusals: list[Outcome], outcomes: list[Outcome]) -> tuple[str, ..
     others = [outcome for outcome in outcomes if outcome not in refusals]
     kept = [(text, way) for text, way in refusals[0].assumed if (text, way) in shared] if refusals else []
     decisive = [(text, way) for text, way in kept if any((text, way) not in other.assumed for other in others)]
-    if not decisive:  # several ways lead to a refusal: name all that was asked on them
-        decisive = [item for outcome in refusals for item in outcome.assumed]
-    return tuple(dict.fromkeys(_condition(text, way) for text, way in decisive))
+    if not decisive:  # several ways lead to a refusal: name what was asked on them
+        asked = dict.fromkeys(text for outcome in refusals for text, _ in outcome.assumed)
+        return (f"a combination of these says so: {', '.join(asked)}",)
+    return tuple(_condition(text, way) for text, way in decisive)
 
 
 def _condition(text: str, way: bool) -> str:
@@ -259,7 +261,11 @@ def _platform_itself(source: SourceTree, request: Request) -> Offer:
 def _indexer(source: SourceTree, request: Request, gate: str) -> Offer | None:
     """What the indexer itself demands, after the selector has agreed."""
     here = source.klass(_INDEXER, "SparseAttnIndexer")
-    node = next((item for item in here.body if isinstance(item, ast.FunctionDef) and item.name == gate), None) if here else None
+    node = (
+        next((item for item in here.body if isinstance(item, ast.FunctionDef) and item.name == gate), None)
+        if here
+        else None
+    )
     if node is None:
         return None
     outcomes = _run(source, request, Method(_INDEXER, node, None), {"self": Unknown("self")})

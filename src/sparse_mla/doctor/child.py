@@ -96,5 +96,7 @@ def _checked(text: str) -> list[dict[str, Any]] | str:
         answers = json.loads(text)
     except ValueError:
         return "its answer is not JSON"
-    shaped = isinstance(answers, list) and all(isinstance(item, dict) and {"name", "reasons", "failed"} <= set(item) for item in answers)
+    shaped = isinstance(answers, list) and all(
+        isinstance(item, dict) and {"name", "reasons", "failed"} <= set(item) for item in answers
+    )
     return answers if shaped and answers else "its answer is empty"

@@ -1,5 +1,6 @@
 """What is here: the machine and the installed packages. Asks files, package metadata and short-lived child processes;
-imports neither torch nor any engine, so that it works where they are broken."""
+imports neither torch nor any engine, so that it works where they are broken.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +62,19 @@ class Machine:
 
     @property
     def vendor(self) -> str:
+        """``nvidia``, ``amd`` or ``cpu``."""
         return self.gpus[0].vendor if self.gpus else "cpu"
 
     @property
     def arch(self) -> str:
+        """Architecture of the first GPU, or ``cpu``."""
         return self.gpus[0].arch if self.gpus else "cpu"
 
 
 def output_of(command: Sequence[str], seconds: float = _CHILD_SECONDS) -> str:
     """Standard output of a child process, or "" when it is missing, fails, or takes longer than ``seconds``."""
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603  # fixed commands, no shell
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

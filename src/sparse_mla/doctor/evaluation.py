@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .values import Class, Method, Record, Symbol, Unknown, Unreadable
 
@@ -34,7 +34,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "bool": bool, "len": len, "str": str, "min": min, "max": max}
-_METHODS = {
+_METHODS: dict[type, set[str]] = {
     list: {"append", "insert", "extend", "remove", "pop", "index", "count"},
     str: {"startswith", "endswith", "lower", "upper", "strip", "removeprefix", "split", "join"},
     dict: {"get", "keys", "values", "items"},
@@ -52,12 +52,13 @@ class Scope:
     def value(self, node: ast.expr) -> Any:
         """The value of an expression; Unknown where something undecided takes part."""
         self.reader.burn()
-        handler = _HANDLERS.get(type(node))
+        handler = self._handlers.get(type(node))
         if handler is None:
             return Unknown(_text(node))
         return handler(self, node)
 
     def imported(self, module: str, name: str) -> Any:
+        """What ``from module import name`` gives: a value that the caller knows, a definition of the tree, or a symbol."""
         dotted = f"{module}.{name}"
         if dotted in self.reader.known:
             return self.reader.known[dotted]
@@ -83,10 +84,10 @@ class Scope:
                         return self.imported(node.module, alias.name)
         return Symbol(name)
 
-    def name(self, node: ast.Name) -> Any:
+    def _name(self, node: ast.Name) -> Any:
         return self.names[node.id] if node.id in self.names else self._definition(self.path, node.id)
 
-    def attribute(self, node: ast.Attribute) -> Any:
+    def _attribute(self, node: ast.Attribute) -> Any:
         base = self.value(node.value)
         if isinstance(base, Symbol):
             dotted = f"{base.path}.{node.attr}"
@@ -111,7 +112,7 @@ class Scope:
             return Symbol(f"{owner.name}.{name}")
         return Unknown(f"{owner.name}.{name}")
 
-    def call(self, node: ast.Call) -> Any:
+    def _call(self, node: ast.Call) -> Any:
         if isinstance(node.func, ast.Attribute):
             base = self.value(node.func.value)
             if node.func.attr in _METHODS.get(type(base), set()):
@@ -169,15 +170,17 @@ class Scope:
                 items.append(value)
         return items
 
-    def sequence(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
+    def _sequence(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         items = self._items(node.elts)
         return items if isinstance(node, ast.List) else tuple(items)
 
-    def compare(self, node: ast.Compare) -> Any:
+    def _compare(self, node: ast.Compare) -> Any:
         left = self.value(node.left)
         for kind, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node)
-            if _undecided(left, right) or (isinstance(right, (list, tuple)) and any(_undecided(left, r) for r in right)):
+            if _undecided(left, right) or (
+                isinstance(right, (list, tuple)) and any(_undecided(left, r) for r in right)
+            ):
                 return Unknown(_text(node))
             try:
                 if not _COMPARISONS[type(kind)](left, right):
@@ -187,7 +190,7 @@ class Scope:
             left = right
         return True
 
-    def logic(self, node: ast.BoolOp) -> Any:
+    def _logic(self, node: ast.BoolOp) -> Any:
         decisive = isinstance(node.op, ast.Or)
         pending: list[str] = []
         value: Any = not decisive
@@ -199,7 +202,7 @@ class Scope:
                 return value
         return Unknown((" or " if decisive else " and ").join(pending)) if pending else value
 
-    def unary(self, node: ast.UnaryOp) -> Any:
+    def _unary(self, node: ast.UnaryOp) -> Any:
         value = self.value(node.operand)
         if isinstance(value, (Unknown, Symbol)):
             # Decided here, so that `x` and `not x` go opposite ways in one run.
@@ -208,7 +211,7 @@ class Scope:
             return not value
         return -value if isinstance(node.op, ast.USub) and isinstance(value, (int, float)) else Unknown(_text(node))
 
-    def binary(self, node: ast.BinOp) -> Any:
+    def _binary(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
         function = _ARITHMETIC.get(type(node.op))
         if function is None or isinstance(left, (Unknown, Symbol)) or isinstance(right, (Unknown, Symbol)):
@@ -218,16 +221,16 @@ class Scope:
         except (TypeError, ValueError, ArithmeticError):
             return Unknown(_text(node))
 
-    def conditional(self, node: ast.IfExp) -> Any:
+    def _conditional(self, node: ast.IfExp) -> Any:
         return self.value(node.body if self.reader.truth(self.value(node.test)) else node.orelse)
 
-    def joined(self, node: ast.JoinedStr) -> str:
+    def _joined(self, node: ast.JoinedStr) -> str:
         return "".join(
             str(part.value) if isinstance(part, ast.Constant) else _shown(self.value(part.value), part)  # type: ignore[attr-defined]
             for part in node.values
         )
 
-    def generator(self, node: ast.GeneratorExp | ast.ListComp) -> Any:
+    def _generator(self, node: ast.GeneratorExp | ast.ListComp) -> Any:
         loop = node.generators[0]
         items = self.value(loop.iter)
         if len(node.generators) > 1 or not isinstance(items, (list, tuple)) or not isinstance(loop.target, ast.Name):
@@ -238,6 +241,24 @@ class Scope:
             if all(self.reader.truth(self.value(test)) for test in loop.ifs):
                 kept.append(self.value(node.elt))
         return kept
+
+    _handlers: ClassVar[dict[type[ast.expr], Callable[[Any, Any], Any]]] = {
+        ast.Constant: lambda _, node: node.value,
+        ast.Name: _name,
+        ast.Attribute: _attribute,
+        ast.Call: _call,
+        ast.List: _sequence,
+        ast.Tuple: _sequence,
+        ast.Set: _sequence,
+        ast.Compare: _compare,
+        ast.BoolOp: _logic,
+        ast.UnaryOp: _unary,
+        ast.BinOp: _binary,
+        ast.IfExp: _conditional,
+        ast.JoinedStr: _joined,
+        ast.GeneratorExp: _generator,
+        ast.ListComp: _generator,
+    }
 
 
 def _undecided(left: Any, right: Any) -> bool:
@@ -296,21 +317,4 @@ _SPECIAL: dict[str, Callable[[Scope, ast.Call], Any]] = {
     "isinstance": _isinstance,
     "any": _quantifier(any),
     "all": _quantifier(all),
-}
-_HANDLERS: dict[type[ast.expr], Callable[[Scope, Any], Any]] = {
-    ast.Constant: lambda _, node: node.value,
-    ast.Name: Scope.name,
-    ast.Attribute: Scope.attribute,
-    ast.Call: Scope.call,
-    ast.List: Scope.sequence,
-    ast.Tuple: Scope.sequence,
-    ast.Set: Scope.sequence,
-    ast.Compare: Scope.compare,
-    ast.BoolOp: Scope.logic,
-    ast.UnaryOp: Scope.unary,
-    ast.BinOp: Scope.binary,
-    ast.IfExp: Scope.conditional,
-    ast.JoinedStr: Scope.joined,
-    ast.GeneratorExp: Scope.generator,
-    ast.ListComp: Scope.generator,
 }

@@ -57,7 +57,16 @@ LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
     "hisparse": (Signature("hisparse_config=HiSparseConfig({value}"),),
     "calculate_kv_scales": (Signature("'calculate_kv_scales': {value:word}"),),
 }
-_NUMBERS = {"tp", "pp", "dcp", "max_model_len", "max_num_batched_tokens", "block_size", "speculative_tokens", "logits_mb"}
+_NUMBERS = {
+    "tp",
+    "pp",
+    "dcp",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "block_size",
+    "speculative_tokens",
+    "logits_mb",
+}
 _FLAGS = {"batch_invariant": {"1"}, "calculate_kv_scales": {"True"}}
 
 
@@ -77,6 +86,7 @@ class Facts:
 
     @property
     def of_log(self) -> dict[str, Any]:
+        """Without what this machine and its packages say."""
         return {name: value for name, value in self.values.items() if self.sources[name] not in {"machine", "packages"}}
 
 
@@ -147,7 +157,9 @@ def from_config(path: str, *, tp: int, pp: int) -> tuple[dict[str, Fact], list[s
     topk = _size(fields, "index_topk")
     if dsa and topk is None:
         topk = _DEFAULT_TOPK
-        notes.append(f"config has no usable index_topk: its config class fills in {_DEFAULT_TOPK}, so the model is sparse")
+        notes.append(
+            f"config has no usable index_topk: its config class fills in {_DEFAULT_TOPK}, so the model is sparse"
+        )
     heads = _size(fields, "num_attention_heads")
     quantisation = fields.get("quantization_config")
     facts: dict[str, Fact] = {

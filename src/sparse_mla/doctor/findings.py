@@ -47,6 +47,7 @@ class Finding:
 
     @property
     def symptom(self) -> bool:
+        """Whether it only follows from a cause that has to be found elsewhere."""
         return self.defect.symptom
 
 
@@ -186,7 +187,10 @@ def _selector_lines(defect: Defect, chosen: Selection | None) -> list[str]:
     if not chosen.nearest:
         return [f"{dense} dense backends answered 'sparse not supported' (no fault); the engine tried no sparse one"]
     others = len(chosen.candidates) - dense
-    return [f"blocking: {chosen.nearest}: {', '.join(chosen.blocking)}", f"noise: {dense} dense of {dense + others} backends"]
+    return [
+        f"blocking: {chosen.nearest}: {', '.join(chosen.blocking)}",
+        f"noise: {dense} dense of {dense + others} backends",
+    ]
 
 
 def _possible(defect: Defect, evidence: Evidence) -> Finding | None:
@@ -201,9 +205,7 @@ def _possible(defect: Defect, evidence: Evidence) -> Finding | None:
     return _finding(defect, Standing.POSSIBLE, evidence, (f"{shown or 'any device'}; {basis}",), 0)
 
 
-def _finding(
-    defect: Defect, standing: Standing, evidence: Evidence, lines: tuple[str, ...], line: int
-) -> Finding:
+def _finding(defect: Defect, standing: Standing, evidence: Evidence, lines: tuple[str, ...], line: int) -> Finding:
     threshold = defect.threshold.value(evidence.facts) if defect.threshold else None
     return Finding(
         defect=defect,

@@ -20,7 +20,7 @@ def known(source: SourceTree) -> frozenset[str] | None:
         for node in _walk(source, path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
-    options = {text for text in found if text.startswith("--") or text.startswith("VLLM_")}
+    options = {text for text in found if text.startswith(("--", "VLLM_"))}
     if not options:
         return None
     for path in _SETTING_FILES:

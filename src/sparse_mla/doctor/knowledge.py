@@ -227,7 +227,10 @@ def _check(defect: Defect) -> None:
         (defect.engine not in ENGINES, f"engine must be one of {ENGINES}"),
         (not defect.remedies, "needs a remedy"),
         (not all(_REFERENCE.fullmatch(item) for item in defect.references), "references are owner/name#number"),
-        (any(item.num_literal < _MIN_LITERAL for item in defect.signatures), f"needs {_MIN_LITERAL} literal characters"),
+        (
+            any(item.num_literal < _MIN_LITERAL for item in defect.signatures),
+            f"needs {_MIN_LITERAL} literal characters",
+        ),
         (defect.basis not in BASES, f"basis must be one of {BASES}"),
         (not any(_ways_to(defect)), "nothing leads to it"),
         (len(defect.cause) > _MAX_TEXT or len(defect.proof) > _MAX_TEXT, f"texts are at most {_MAX_TEXT} characters"),
@@ -238,7 +241,14 @@ def _check(defect: Defect) -> None:
 
 
 def _ways_to(defect: Defect) -> tuple[object, ...]:
-    return (defect.signatures, defect.selector_reason, defect.probe, str(defect.versions), defect.packages, defect.config)
+    return (
+        defect.signatures,
+        defect.selector_reason,
+        defect.probe,
+        str(defect.versions),
+        defect.packages,
+        defect.config,
+    )
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:

@@ -1,5 +1,6 @@
 """Reads a server log of any size and encoding, once, in bounded memory: escape codes and line prefixes are stripped,
-interleaved workers are told apart, wrapped lines are read as one."""
+interleaved workers are told apart, wrapped lines are read as one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,11 @@ def decoded(source: BinaryIO) -> Iterator[str]:
 
 
 def _encoding(head: bytes) -> str:
-    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF8, "utf-8-sig")):
+    for mark, name in (
+        (codecs.BOM_UTF32_LE, "utf-32"),
+        (codecs.BOM_UTF32_BE, "utf-32"),
+        (codecs.BOM_UTF8, "utf-8-sig"),
+    ):
         if head.startswith(mark):
             return name
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -104,7 +109,8 @@ class Hit:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogReport:
     """What one pass over a log found. ``facts`` are settings that the engine printed; ``first_error`` is the first line
-    that speaks of one ("" when none does)."""
+    that speaks of one ("" when none does).
+    """
 
     hits: tuple[Hit, ...]
     facts: Mapping[str, str]
@@ -226,7 +232,8 @@ def scan(
     facts: Mapping[str, tuple[Signature, ...]] | None = None,
 ) -> LogReport:
     """Search a binary stream for ``signatures`` (by key) and settings (``facts``, hole named ``value``; the largest
-    value where the name begins with ``max:``, else the first)."""
+    value where the name begins with ``max:``, else the first).
+    """
     state = _Scan(signatures=signatures, facts=facts or {})
     worker, number, error = "", 0, ""
     for number, raw in lines(decoded(source)):

@@ -1,5 +1,6 @@
 """The chain of long prefills on ROCm, where the only sparse backend of vLLM has returned fluent nonsense from some prompt
-length on: what is served by what, where chunking begins, which known causes this very source has, and the ways out."""
+length on: what is served by what, where chunking begins, which known causes this very source has, and the ways out.
+"""
 
 from __future__ import annotations
 
@@ -112,14 +113,16 @@ def _safe(causes: Mapping[str, str], third: int) -> int | None:
 
 
 def _dense_possible(facts: Mapping[str, Any]) -> bool | None:
-    """vLLM runs dense only where the config has no index_topk; GLM's config class always fills it in."""
+    """VLLM runs dense only where the config has no index_topk; GLM's config class always fills it in."""
     model_type = facts.get("model_type")
     return None if not model_type else model_type != "glm_moe_dsa"
 
 
 def steps(chain: LongPrefill) -> list[str]:
     """The chain as sentences, in order."""
-    only = {True: "the only candidate", False: "not the only candidate", None: "candidates not read"}[chain.only_candidate]
+    only = {True: "the only candidate", False: "not the only candidate", None: "candidates not read"}[
+        chain.only_candidate
+    ]
     assumed = " (assumed)" if chain.chunk_assumed else ""
     lines = [
         f"{chain.arch}, vLLM {chain.version or 'of unknown version'}, aiter {chain.aiter or 'not found'}: {BACKEND} is {only}",
@@ -131,7 +134,10 @@ def steps(chain: LongPrefill) -> list[str]:
         lines.append(
             f"a prompt of {chain.prompt_tokens:,} tokens: {chain.num_chunks} chunks, the last full one in {chain.num_subchunks} parts"
         )
-    lines += [f"{name}: {chain.causes[name]}" + (f": {text}" if chain.causes[name] == FAULTY else "") for name, text in CAUSES.items()]
+    lines += [
+        f"{name}: {chain.causes[name]}" + (f": {text}" if chain.causes[name] == FAULTY else "")
+        for name, text in CAUSES.items()
+    ]
     return lines
 
 
@@ -140,7 +146,10 @@ def remedies(chain: LongPrefill) -> tuple[Remedy, ...]:
     if not chain.wrong:
         return ()
     ways = [
-        Remedy(do="Fix: upgrade to a version in which none of these causes was found.", command="pip install -U 'vllm>=0.26'"),
+        Remedy(
+            do="Fix: upgrade to a version in which none of these causes was found.",
+            command="pip install -U 'vllm>=0.26'",
+        ),
         Remedy(do="Fix: let the portable backend serve.", command="SPARSE_MLA_VLLM=always vllm serve MODEL"),
     ]
     if chain.safe_tokens:

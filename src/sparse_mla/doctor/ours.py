@@ -55,10 +55,12 @@ class Ours:
 
     @property
     def serves(self) -> bool:
+        """Whether some backend can run every stage."""
         return bool(self.stages) and all(choice.backend for choice in self.stages)
 
     @property
     def proved(self) -> bool:
+        """Whether every chosen backend has an end-to-end run on record for this kind of device."""
         return self.serves and all(choice.proved for choice in self.stages)
 
 

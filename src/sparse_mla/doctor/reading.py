@@ -1,16 +1,17 @@
 """Reads small functions of an engine's source: a tiny interpreter over syntax trees. It follows plain Python (conditions,
-lists, strings, class attributes, methods), imports nothing, and says so where the code goes beyond that."""
+lists, strings, class attributes, methods), imports nothing, and says so where the code goes beyond that.
+"""
 
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .evaluation import Scope
 from .values import Method, Raised, Symbol, Unknown, Unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .source import SourceTree
     from .values import Choices, Class
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _FUEL = 20_000
 _DEPTH = 16
 _MAX_ITEMS = 256
+
+
 class _Return(Exception):  # noqa: N818  # control flow
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -26,7 +29,8 @@ class _Return(Exception):  # noqa: N818  # control flow
 
 class Reader:
     """One run through some code. ``known`` gives values for dotted names that the caller decides, such as
-    ``vllm.platforms.current_platform.is_cuda`` (a callable) or a module's ``_GCN_ARCH``."""
+    ``vllm.platforms.current_platform.is_cuda`` (a callable) or a module's ``_GCN_ARCH``.
+    """
 
     def __init__(self, source: SourceTree, choices: Choices, known: Mapping[str, Any]) -> None:
         self.source = source
@@ -67,7 +71,9 @@ class Reader:
         spec = method.node.args
         parameters = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
         defaults = dict(zip([a.arg for a in (*spec.posonlyargs, *spec.args)][::-1], spec.defaults[::-1], strict=False))
-        defaults |= {a.arg: value for a, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value is not None}
+        defaults |= {
+            a.arg: value for a, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value is not None
+        }
         for parameter in parameters:
             name = parameter.arg
             if name in {"cls", "self"} and method.owner is not None:
@@ -81,6 +87,7 @@ class Reader:
         return scope
 
     def burn(self) -> None:
+        """Count one step; too many end the run."""
         self._fuel -= 1
         if self._fuel < 0:
             raise Unreadable("too many steps")
@@ -99,25 +106,28 @@ class Reader:
             self._statement(statement, scope)
 
     def _statement(self, node: ast.stmt, scope: Scope) -> None:
-        if isinstance(node, ast.If):
-            self._block(node.body if self.truth(scope.value(node.test)) else node.orelse, scope)
-        elif isinstance(node, ast.Return):
-            raise _Return(scope.value(node.value) if node.value is not None else None)
-        elif isinstance(node, ast.Raise):
-            raise Raised(_message(node, scope))
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            self._assign(node, scope)
-        elif isinstance(node, ast.For):
-            self._loop(node, scope)
-        elif isinstance(node, ast.Expr):
-            scope.value(node.value)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                scope.names[alias.asname or alias.name] = scope.imported(node.module or "", alias.name)
-        elif isinstance(node, ast.Try):
-            self._attempt(node, scope)
-        elif not isinstance(node, (ast.Pass, ast.Assert, ast.Import)):
+        if isinstance(node, (ast.Pass, ast.Assert, ast.Import)):
+            return
+        handler = self._statements.get(type(node))
+        if handler is None:
             raise Unreadable(type(node).__name__)
+        handler(self, node, scope)
+
+    def _branch(self, node: ast.If, scope: Scope) -> None:
+        self._block(node.body if self.truth(scope.value(node.test)) else node.orelse, scope)
+
+    def _leave(self, node: ast.Return, scope: Scope) -> None:
+        raise _Return(scope.value(node.value) if node.value is not None else None)
+
+    def _raise(self, node: ast.Raise, scope: Scope) -> None:
+        raise Raised(_message(node, scope))
+
+    def _expression(self, node: ast.Expr, scope: Scope) -> None:
+        scope.value(node.value)
+
+    def _import(self, node: ast.ImportFrom, scope: Scope) -> None:
+        for alias in node.names:
+            scope.names[alias.asname or alias.name] = scope.imported(node.module or "", alias.name)
 
     def _attempt(self, node: ast.Try, scope: Scope) -> None:
         try:
@@ -144,6 +154,18 @@ class Reader:
         for item in items:
             scope.names[node.target.id] = item
             self._block(node.body, scope)
+
+    _statements: ClassVar[dict[type[ast.stmt], Callable[[Any, Any, Scope], None]]] = {
+        ast.If: _branch,
+        ast.Return: _leave,
+        ast.Raise: _raise,
+        ast.Assign: _assign,
+        ast.AnnAssign: _assign,
+        ast.For: _loop,
+        ast.Expr: _expression,
+        ast.ImportFrom: _import,
+        ast.Try: _attempt,
+    }
 
 
 def _message(node: ast.Raise, scope: Scope) -> str:

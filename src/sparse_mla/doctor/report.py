@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "sparse-mla/doctor/1"
 _MAX_POSSIBLE = 6
-_UNKNOWN_FIX = "Run `sparse-mla verify --endpoint URL` to find the first wrong stage, and report the block of `--report`."
+_UNKNOWN_FIX = (
+    "Run `sparse-mla verify --endpoint URL` to find the first wrong stage, and report the block of `--report`."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,10 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": list(diagnosis.notes),
         "machine": asdict(diagnosis.machine),
         "packages": diagnosis.packages,
-        "facts": {name: {"value": value, "from": diagnosis.facts.sources[name]} for name, value in sorted(diagnosis.facts.values.items())},
+        "facts": {
+            name: {"value": value, "from": diagnosis.facts.sources[name]}
+            for name, value in sorted(diagnosis.facts.values.items())
+        },
         "source": _source_data(diagnosis),
         "engine_candidates": asdict(diagnosis.offers) if diagnosis.offers else None,
         "sparse_mla": asdict(diagnosis.ours),
@@ -100,7 +105,11 @@ def _source_data(diagnosis: Diagnosis) -> dict[str, Any] | None:
 def _chain_data(diagnosis: Diagnosis) -> dict[str, Any] | None:
     if diagnosis.chain is None:
         return None
-    return {**asdict(diagnosis.chain), "wrong": list(diagnosis.chain.wrong), "fix": [_remedy_data(item) for item in diagnosis.ways_out]}
+    return {
+        **asdict(diagnosis.chain),
+        "wrong": list(diagnosis.chain.wrong),
+        "fix": [_remedy_data(item) for item in diagnosis.ways_out],
+    }
 
 
 def commands(diagnosis: Diagnosis) -> list[str]:
@@ -125,7 +134,10 @@ def sections(diagnosis: Diagnosis) -> list[Section]:
     made.append(_ours(diagnosis))
     secondary = diagnosis.findings[1:] if diagnosis.primary else diagnosis.findings
     made += [
-        Section(title="Further findings", lines=tuple(_short(item) for item in secondary if item.standing is not Standing.POSSIBLE)),
+        Section(
+            title="Further findings",
+            lines=tuple(_short(item) for item in secondary if item.standing is not Standing.POSSIBLE),
+        ),
         _possible([item for item in secondary if item.standing is Standing.POSSIBLE]),
         Section(title="Checked and well", lines=diagnosis.well, tone="good"),
         Section(title="Notes", lines=diagnosis.notes),
@@ -137,7 +149,9 @@ def sections(diagnosis: Diagnosis) -> list[Section]:
 def _headline(diagnosis: Diagnosis) -> Section:
     first = diagnosis.primary
     if first is not None:
-        return Section(title=f"{first.defect.severity}: {first.defect.title}  [{first.defect.id}]", lines=_body(first), tone="bad")
+        return Section(
+            title=f"{first.defect.severity}: {first.defect.title}  [{first.defect.id}]", lines=_body(first), tone="bad"
+        )
     if diagnosis.verdict == "unknown" and diagnosis.log is not None:
         lines = ("Cause: unknown. Nothing in the knowledge base explains it.", diagnosis.log.first_error, _UNKNOWN_FIX)
         return Section(title="unknown: the log shows an error", lines=lines, tone="bad")
@@ -175,13 +189,19 @@ def _possible(findings: list[Finding]) -> Section:
     lines = [f"{item.defect.severity}: {item.defect.title} [{item.defect.id}]" for item in findings[:_MAX_POSSIBLE]]
     if len(findings) > _MAX_POSSIBLE:
         lines.append(f"and {len(findings) - _MAX_POSSIBLE} more with --json")
-    return Section(title="Reported for such settings, not shown to be so here (`sparse-mla explain ID`)", lines=tuple(lines))
+    return Section(
+        title="Reported for such settings, not shown to be so here (`sparse-mla explain ID`)", lines=tuple(lines)
+    )
 
 
 def _chain(diagnosis: Diagnosis) -> Section:
     if diagnosis.chain is None:
         return Section(title="", lines=())
-    lines = [*steps(diagnosis.chain), *_numbered(list(diagnosis.ways_out))] if diagnosis.ways_out else steps(diagnosis.chain)
+    lines = (
+        [*steps(diagnosis.chain), *_numbered(list(diagnosis.ways_out))]
+        if diagnosis.ways_out
+        else steps(diagnosis.chain)
+    )
     return Section(title="Long prefill on ROCm", lines=tuple(lines), tone="bad" if diagnosis.chain.wrong else "plain")
 
 
@@ -202,14 +222,18 @@ def _candidates(diagnosis: Diagnosis) -> Section:
 def _offer(offer: Offer) -> str:
     text = f"{offer.name}: {offer.status}"
     if offer.reasons:
-        text += f" ({'; '.join(offer.reasons)})" if offer.status != "depends" else f": refuses ({'; '.join(offer.reasons)})"
+        text += (
+            f" ({'; '.join(offer.reasons)})" if offer.status != "depends" else f": refuses ({'; '.join(offer.reasons)})"
+        )
     return f"{text} if {' and '.join(offer.conditions)}" if offer.conditions else text
 
 
 def _ours(diagnosis: Diagnosis) -> Section:
     ours = diagnosis.ours
     lines = [
-        f"{choice.stage}: {choice.backend} ({choice.mode})" if choice.backend else f"{choice.stage}: none ({'; '.join(choice.reasons)})"
+        f"{choice.stage}: {choice.backend} ({choice.mode})"
+        if choice.backend
+        else f"{choice.stage}: none ({'; '.join(choice.reasons)})"
         for choice in ours.stages
     ]
     if ours.serves and not ours.proved:
@@ -222,14 +246,26 @@ def _here(diagnosis: Diagnosis) -> tuple[str, ...]:
     gpus = [f"{gpu.name} ({gpu.arch}, {gpu.memory_bytes / 2**30:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus]
     cpu = f"{machine.cpu} ({', '.join(machine.cpu_flags) or 'no vector extensions known'}), {machine.memory_bytes / 2**30:.0f} GiB"
     packages = ", ".join(f"{name} {version}" for name, version in diagnosis.packages.items())
-    return (machine.system, cpu, *(gpus or ["no GPU answered"]), packages or "none of the packages that matter is installed")
+    return (
+        machine.system,
+        cpu,
+        *(gpus or ["no GPU answered"]),
+        packages or "none of the packages that matter is installed",
+    )
 
 
 def for_pasting(diagnosis: Diagnosis) -> str:
     """A Markdown block with everything that an issue needs."""
     lines = ["### sparse-mla doctor", ""]
     for section in sections(diagnosis):
-        lines += [f"**{section.title}**", "", "```text", *(line.replace("```", "'''") for line in section.lines), "```", ""]
+        lines += [
+            f"**{section.title}**",
+            "",
+            "```text",
+            *(line.replace("```", "'''") for line in section.lines),
+            "```",
+            "",
+        ]
     return "\n".join(lines).rstrip()
 
 
@@ -244,7 +280,10 @@ def explain(defect: Defect) -> list[Section]:
     if defect.probe:
         touched.append(f"source probe: {defect.probe}")
     made = [
-        Section(title=f"{defect.severity}: {defect.title}  [{defect.id}]", lines=(f"Cause: {defect.cause}", f"Proof: {defect.proof}")),
+        Section(
+            title=f"{defect.severity}: {defect.title}  [{defect.id}]",
+            lines=(f"Cause: {defect.cause}", f"Proof: {defect.proof}"),
+        ),
         Section(title="Touches", lines=tuple(touched)),
         Section(title="Log messages", lines=tuple(item.text for item in defect.signatures)),
         Section(title="Cure, in this order", lines=tuple(_numbered(list(defect.remedies)))),

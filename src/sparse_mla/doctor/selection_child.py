@@ -1,5 +1,6 @@
 """Runs the installed vLLM's own backend selection with a fake capability. Started as a child process with a time limit by
-``child.py``, never imported: what it loads may hang, crash or print. Reads a request from stdin, prints one JSON line."""
+``child.py``, never imported: what it loads may hang, crash or print. Reads a request from stdin, prints one JSON line.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ def main() -> None:
     """One request on stdin, one answer on stdout."""
     request = json.load(sys.stdin)
     for name in _COMPILED:
-        try:
-            importlib.import_module(name)
-        except Exception:  # noqa: BLE001  # whatever is wrong with it: a stand-in is enough here
-            sys.modules[name] = types.ModuleType(name)
+        _stand_in(name)
     answer = _rocm(request) if request["vendor"] == "amd" else _cuda(request)
     print(MARK + json.dumps(answer), flush=True)
+
+
+def _stand_in(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception:  # noqa: BLE001  # whatever is wrong with it: an empty module is enough here
+        sys.modules[name] = types.ModuleType(name)
 
 
 def _config(request: dict[str, Any], torch: Any) -> Any:
@@ -34,9 +39,7 @@ def _config(request: dict[str, Any], torch: Any) -> Any:
             hf_text_config=SimpleNamespace(**request["model"]),
             hf_config=SimpleNamespace(**request["model"]),
         ),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=request["dcp"], prefill_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=request["dcp"], prefill_context_parallel_size=1),
     )
     config = importlib.import_module("vllm.config")
     for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
@@ -81,14 +84,15 @@ def _rocm(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ask(backends: Any, capability: Any, config: Any) -> list[dict[str, Any]]:
-    answers = []
-    for backend in backends:
-        try:
-            reasons = backend.get_class().validate_configuration(device_capability=capability, **config._asdict())
-            answers.append({"name": backend.name, "reasons": list(map(str, reasons)), "failed": ""})
-        except Exception as error:  # noqa: BLE001  # a backend that cannot be imported here is read instead
-            answers.append({"name": backend.name, "reasons": [], "failed": f"{type(error).__name__}: {error}"[:200]})
-    return answers
+    return [_ask_one(backend, capability, config) for backend in backends]
+
+
+def _ask_one(backend: Any, capability: Any, config: Any) -> dict[str, Any]:
+    try:
+        reasons = backend.get_class().validate_configuration(device_capability=capability, **config._asdict())
+    except Exception as error:  # noqa: BLE001  # a backend that cannot be imported here is read instead
+        return {"name": backend.name, "reasons": [], "failed": f"{type(error).__name__}: {error}"[:200]}
+    return {"name": backend.name, "reasons": list(map(str, reasons)), "failed": ""}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Candidate:
 
     @property
     def dense(self) -> bool:
+        """Whether it does not do sparse attention at all."""
         return NOT_SPARSE in self.reasons
 
     @property
@@ -64,7 +65,8 @@ class Candidate:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """What the message says. ``blocking`` is the nearest sparse backend's reasons: all that stands between it and this
-    model; empty when the engine knows no sparse backend for the device at all."""
+    model; empty when the engine knows no sparse backend for the device at all.
+    """
 
     settings: dict[str, str]
     candidates: tuple[Candidate, ...]

@@ -4,7 +4,8 @@ takes linear time on any input and does not care where a terminal wrapped the li
     No valid attention backend found for {device}[[ with {config}Reasons: {reasons}]]
 
 ``{name}`` takes at most 400 characters, ``{name:num}`` a number. What stands in ``[[ ]]`` may be missing: it is read when
-the line was not cut there, and never needed for a match."""
+the line was not cut there, and never needed for a match.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +37,8 @@ def squeeze(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hole:
+    """A named gap between literals; ``kind`` is text, long, word or num."""
+
     name: str
     kind: str
 

@@ -61,7 +61,9 @@ class SourceTree:
 
     def function(self, path: str, name: str) -> ast.FunctionDef | None:
         """The first function or method called ``name`` in ``path``."""
-        return next((node for node in self._nodes(path) if isinstance(node, ast.FunctionDef) and node.name == name), None)
+        return next(
+            (node for node in self._nodes(path) if isinstance(node, ast.FunctionDef) and node.name == name), None
+        )
 
     def klass(self, path: str, name: str) -> ast.ClassDef | None:
         """The first class called ``name`` in ``path``."""

@@ -71,6 +71,7 @@ class Choices:
     taken: list[tuple[str, bool]] = field(default_factory=list)
 
     def decide(self, text: str) -> bool:
+        """Which way the condition ``text`` goes: always the same one within a run."""
         for known, way in self.taken:
             if known == text:
                 return way
