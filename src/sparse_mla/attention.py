@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .errors import ShapeError
+from .errors import CacheFormatError, ShapeError
 from .shapes import DTYPE_NAMES, bind
 
 if TYPE_CHECKING:
     from .backends.base import AttendKernel, Row, SelectKernel, WriteKernel
     from .batch import BatchLayout
-    from .cache import CacheView
+    from .cache import CacheFormat, CacheView
     from .plan import Plan
     from .workspace import Workspace
 
@@ -73,10 +73,12 @@ class SparseMLA:
 
         Raises:
             ShapeError: a shape or dtype differs, or (on CPU) a slot is outside the cache.
+            CacheFormatError: the view has another layout than the plan's.
         """
         dtype = self.plan.problem.dtype
         sizes = dict(self._sizes)
         bind(sizes, kv_c=(kv_c, f"[T, D_c] {dtype}"), k_pe=(k_pe, f"[T, D_r] {dtype}"), slots=(slots, "[N] i64"))
+        _expect("latent cache", view, self.plan.problem.latent)
         kept = self._writable(sizes, slots, view)
         self._write.latent(kv_c[:kept], k_pe[:kept], view, slots)
 
@@ -84,6 +86,7 @@ class SparseMLA:
         """Write index keys into the cache, in place; ``index_k [T, D_i]``, the rest as in ``write_latent``."""
         sizes = dict(self._sizes)
         bind(sizes, index_k=(index_k, "[T, D_i] bf16|f16|f32"), slots=(slots, "[N] i64"))
+        _expect("index cache", view, self.plan.problem.index)
         kept = self._writable(sizes, slots, view)
         self._write.index(index_k[:kept], view, slots)
 
@@ -118,6 +121,7 @@ class SparseMLA:
         out = torch.empty(rows, topk, dtype=torch.int32, device=index_q.device) if out is None else out
         lens = torch.empty(rows, dtype=torch.int32, device=index_q.device) if lens is None else lens
         bind(sizes, out=(out, "[T, K] i32"), lens=(lens, "[T] i32"))
+        _expect("index cache", view, self.plan.problem.index)
         self._readable(batch, view)
         scratch = self._workspace.views(self.plan.select.buffers)
         self._select(index_q, index_weights, view, batch, out, lens, self.nan_rows, scratch)
@@ -150,6 +154,7 @@ class SparseMLA:
         out = torch.empty(shape, dtype=self._out_dtype, device=q.device) if out is None else out
         bind(sizes, out=(out, f"[T, H, D_c] {dtype}"))
         lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        _expect("latent cache", view, self.plan.problem.latent)
         self._readable(batch, view)
         scratch = self._workspace.views(self.plan.attend.buffers)
         self._attend(q, view, indices, batch, softmax_scale, out, lse, scratch)
@@ -172,6 +177,13 @@ class SparseMLA:
         ):
             if got > limit:
                 raise ShapeError(name, needs=f"<= {limit}", got=got, hint="The plan promises bytes up to that.")
+
+
+def _expect(name: str, view: CacheView, planned: CacheFormat) -> None:
+    """Kernels and scratch were chosen for one layout of rows; the write rule is the view's own."""
+    got = view.format
+    if got is not planned and (got.name, got.fields, got.planar) != (planned.name, planned.fields, planned.planar):
+        raise CacheFormatError(name, needs=f"the plan's {planned}", got=got)
 
 
 def _reach(batch: BatchLayout, view: CacheView) -> int:
