@@ -1,0 +1,75 @@
+"""Prompts for the retrieval model, in token ids: random words with facts among them, and how answers are judged.
+
+A fact reads `` bado kite luma: rofi sane gupo tevi.``; the question is its key, `` bado kite luma:``, at the end of the
+prompt; the answer is the rest, up to the full stop, and the end token. Key and value come from the words of the filler.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from .words import ASK, END, STOP, WORDS, word_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KEY_WORDS = 3
+VALUE_WORDS = 4
+FACT_TOKENS = KEY_WORDS + 1 + VALUE_WORDS + 1
+ANSWER_TOKENS = VALUE_WORDS + 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """``question`` and ``answer`` in token ids; the fact's first token stands at ``position``."""
+
+    position: int
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The fact as it stands in the prompt: without the end token of the answer."""
+        return self.question + self.answer[:-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planted:
+    """A prompt of exactly the length asked for, without any question, and the facts in it."""
+
+    tokens: tuple[int, ...]
+    facts: tuple[Fact, ...]
+
+    def prompt(self, fact: Fact) -> list[int]:
+        """The prompt that asks for a fact: all of them share the first ``len(tokens)`` tokens."""
+        return [*self.tokens, *fact.question]
+
+
+def plant(length: int, depths: Sequence[float], *, seed: int = 0) -> Planted:
+    """Random words with one fact at each depth: 0 is the very start, 1 the very end.
+
+    Raises:
+        ValueError: facts would overlap.
+    """
+    source = random.Random(seed)
+    tokens = [word_id(word) for word in source.choices(WORDS, k=length)]
+    places = [round(depth * (length - FACT_TOKENS)) for depth in depths]
+    ordered = sorted(places)
+    if any(after - before < FACT_TOKENS for before, after in pairwise(ordered)):
+        raise ValueError(f"{len(places)} facts of {FACT_TOKENS} tokens overlap in {length} tokens")
+    facts = []
+    for place in places:
+        key, value = source.sample(WORDS, KEY_WORDS), source.sample(WORDS, VALUE_WORDS)
+        question = tuple(map(word_id, [*key, ASK]))
+        fact = Fact(position=place, question=question, answer=tuple(map(word_id, [*value, STOP, END])))
+        tokens[place : place + FACT_TOKENS] = fact.tokens
+        facts.append(fact)
+    return Planted(tokens=tuple(tokens), facts=tuple(facts))
+
+
+def recalled(facts: Sequence[Fact], answers: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each answer is the fact's, token by token; nothing else counts."""
+    return [tuple(answer) == fact.answer for fact, answer in zip(facts, answers, strict=True)]
