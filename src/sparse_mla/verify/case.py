@@ -28,7 +28,7 @@ POISON = 0xFF
 """Fills caches and scratch before each run: NaN in bf16, fp32 and both fp8 encodings."""
 BLOCK_SIZE = 64
 NEIGHBOUR = 5 * BLOCK_SIZE + 3
-"""Tokens of the other request."""
+"""Tokens of the other request, or all that the prompt has."""
 _NEIGHBOUR_ROWS = 3
 _SPARE = 3
 _SCAN = 1 << 20
@@ -76,6 +76,7 @@ class Lane:
 
     @property
     def nan_rows(self) -> int:
+        """Rows with only NaN scores since the lane was made."""
         return sum(int(layer.nan_rows) for layer in self.layers.values())
 
     def touched_bytes(self) -> int:
@@ -120,8 +121,8 @@ class Case:
         self.dims, self.inputs, self.rows = dims, inputs, rows
         self.total = int(inputs.kv_c.shape[0])
         self.device = inputs.kv_c.device
-        lens = (self.total, NEIGHBOUR)
-        num_blocks = scattered_blocks(lens, BLOCK_SIZE, seed=0, spare=_SPARE)[1]
+        self._lens = (self.total, min(NEIGHBOUR, self.total))
+        num_blocks = scattered_blocks(self._lens, BLOCK_SIZE, seed=0, spare=_SPARE)[1]
         self.index = _cache(index, num_blocks, self.device)
         self.latents = {name: _cache(kind, num_blocks, self.device) for name, kind in latents.items()}
         self.table = torch.empty(0)
@@ -136,8 +137,7 @@ class Case:
 
     def run(self, plan: ChunkPlan, lane: Lane, make_lane: Callable[[], Lane], *, seed: int) -> Run:
         """Compute the case under one plan, in caches full of poison, on pages placed by ``seed``."""
-        lens = (self.total, NEIGHBOUR)
-        table, _ = scattered_blocks(lens, BLOCK_SIZE, seed=seed, spare=_SPARE)
+        table, _ = scattered_blocks(self._lens, BLOCK_SIZE, seed=seed, spare=_SPARE)
         self.table = table.to(self.device)
         for view in (self.index, *self.latents.values()):
             view.storage.fill_(POISON)
@@ -145,7 +145,7 @@ class Case:
         lane.workspace.fill(POISON)
         before, lanes, lens_seen = lane.nan_rows, [], []
         if plan.beside:
-            self._write(lane, 0, NEIGHBOUR, row=1)
+            self._write(lane, 0, self._lens[1], row=1)
         for start, stop in plan.calls():
             here = make_lane() if plan.fresh else lane
             lens_seen.append(self._call(here, start, stop, beside=plan.beside, traces=traces))
@@ -176,7 +176,7 @@ class Case:
         extra = _NEIGHBOUR_ROWS if beside else 0
         wanted = torch.tensor([*range(extra), *(extra + row - start for row in rows)], device=self.device)
         layout = BatchLayout.build(
-            query_lens=[extra, stop - start], seq_lens=[NEIGHBOUR, stop], block_table=self.table[[1, 0]]
+            query_lens=[extra, stop - start], seq_lens=[self._lens[1], stop], block_table=self.table[[1, 0]]
         )
         batch = layout.take(wanted, [extra, len(rows)])
         index_q, weights, q = (
@@ -204,9 +204,8 @@ class Case:
 
     def _strays(self, view: CacheView, *, beside: bool) -> bool:
         """Whether a row outside the requests lost its poison: in a block that no request has, or past a last row."""
-        owners = [(0, self.total)] + ([(1, NEIGHBOUR)] if beside else [])
         free = torch.ones(view.num_blocks, BLOCK_SIZE, dtype=torch.bool, device=self.device)
-        for row, length in owners:
+        for row, length in enumerate(self._lens[: 1 + beside]):
             blocks = self._blocks(row, length)
             free[blocks] = False
             free[blocks[-1], length % BLOCK_SIZE or BLOCK_SIZE :] = True

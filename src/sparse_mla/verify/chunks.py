@@ -44,7 +44,9 @@ class ChunkPlan:
         return "no call"
 
 
-def chunk_plans(length: int, decoded: int, chunk_tokens: Sequence[int], *, seed: int, strict: bool) -> tuple[ChunkPlan, ...]:
+def chunk_plans(
+    length: int, decoded: int, chunk_tokens: Sequence[int], *, seed: int, strict: bool
+) -> tuple[ChunkPlan, ...]:
     """The plans for a prompt of ``length`` tokens with ``decoded`` single-token calls after it.
 
     Args:
@@ -53,7 +55,7 @@ def chunk_plans(length: int, decoded: int, chunk_tokens: Sequence[int], *, seed:
         strict: prefill and decode are promised equal in bits. If not, every plan decodes token by token and none has
             calls of a few tokens, since those may be computed as decode.
     """
-    source = random.Random(f"ragged {seed} {length}")  # noqa: S311 (a seeded choice, not a secret)
+    source = random.Random(f"ragged {seed} {length}")
     tail = tuple(range(length + 1, length + decoded + 1))
     whole = (length + decoded,) if strict else (length, *tail)
     plans = [ChunkPlan(name="one call", ends=whole)]
@@ -88,6 +90,7 @@ class Rows:
         query: computed and hashed, the same in every plan.
         reference: judged by the reference; a subset of ``query``.
         pages: the page boundaries that were drawn.
+        complete: ``query`` holds every token.
     """
 
     query: tuple[int, ...]
@@ -116,7 +119,7 @@ def query_rows(
     """
     ends = {end for plan in plans for end in plan.ends}
     total = max(ends)
-    source = random.Random(f"rows {seed} {total}")  # noqa: S311
+    source = random.Random(f"rows {seed} {total}")
     boundaries = sorted(ends | {topk})
     possible = range(block_size, total, block_size)
     drawn_pages = source.sample(possible, min(pages, len(possible)))
@@ -131,7 +134,7 @@ def query_rows(
         query=tuple(range(total)) if complete else tuple(sorted(query)),
         reference=tuple(sorted(reference)),
         pages=tuple(sorted(drawn_pages)),
-        complete=complete,
+        complete=complete or len(query) == total,
     )
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .case import Case, Run
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
     """A judged case: its checks, and its facts as JSON values."""

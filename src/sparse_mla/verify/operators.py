@@ -194,7 +194,9 @@ def verify_operators(options: OperatorOptions, steps: Steps) -> Report:
     began = time.monotonic()
     operators = Operators(options)
     operators.require_memory(max(options.lengths))
-    jobs = [(options.lengths[0], kind) for kind in options.exact_kinds] + [(length, "normal") for length in options.lengths]
+    jobs = [(options.lengths[0], kind) for kind in options.exact_kinds] + [
+        (length, "normal") for length in options.lengths
+    ]
     steps.expect(sum(len(operators.chunked(length)[0]) + 2 for length, _ in jobs))
     long_lived = operators.lane()
     results = [operators.case(length, kind, long_lived, steps) for length, kind in jobs]
@@ -263,12 +265,12 @@ def _not_proved(operators: Operators, results: Sequence[CaseResult]) -> list[str
     options, lines = operators.options, []
     if not any(run["sparse_rows"] for result in results for run in result.facts["plans"]):
         lines.append(f"the sparse path: no query row saw more than index_topk = {options.dims.index_topk:,} tokens")
-    if not options.complete:
-        most = max(len(operators.chunked(length)[1].query) for length in options.lengths)
+    restricted = [len(rows.query) for _, rows in map(operators.chunked, options.lengths) if not rows.complete]
+    if restricted:
         lines.append(
-            f"query rows other than the up to {most:,} looked at in each case: within {MARGIN} of every chunk boundary, of "
-            f"index_topk and of {options.pages} page boundaries, and {options.sampled} more, drawn from seed {options.seed} "
-            "(--all-rows looks at every one; caches are always written and compared in full)"
+            f"query rows other than the up to {max(restricted):,} looked at in each case: within {MARGIN} of every chunk "
+            f"boundary, of index_topk and of {options.pages} page boundaries, and {options.sampled} more, drawn from seed "
+            f"{options.seed} (--all-rows looks at every one; caches are always written and compared in full)"
         )
     if not operators.strict:
         lines.append("fast mode: decode equal in bits to prefill, and calls of a few tokens")

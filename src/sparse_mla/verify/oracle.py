@@ -92,9 +92,7 @@ class Oracle:
         inputs = self._case.inputs
         return inputs.index_q[number].cpu(), inputs.index_weights[number].cpu()
 
-    def _verdict(
-        self, stage: str, number: int, position: int, run: Run, scores: torch.Tensor
-    ) -> Difference | None:
+    def _verdict(self, stage: str, number: int, position: int, run: Run, scores: torch.Tensor) -> Difference | None:
         (indices,) = run.stages["indices"].kept[position]
         if stage == "indices":
             keys = self._keys[: position + 1], self._scale[: position + 1]

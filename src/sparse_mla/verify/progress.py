@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
 
-class Steps:
+class Steps(AbstractContextManager["Steps"]):
     """Counts the steps of a run; ``quiet`` shows nothing. Use as a context manager."""
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -32,11 +33,13 @@ class Steps:
         self._lines = not bar
         self._total = self._done = 0
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def expect(self, count: int) -> None:

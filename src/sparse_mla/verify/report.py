@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -13,6 +12,7 @@ from ..errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 SCHEMA = "sparse-mla/verify/1"
 
@@ -52,10 +52,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether every check passed."""
         return all(check.ok for check in self.checks)
 
     @property
     def exit_code(self) -> int:
+        """What the command line returns: 0 or 1."""
         return 0 if self.ok else 1
 
     def to_json(self) -> dict[str, Any]:

@@ -31,10 +31,9 @@ class Trace:
     def add(self, positions: Sequence[int], *tensors: torch.Tensor) -> None:
         """Rows ``[N, ...]`` of one or more tensors; a row's record is the bytes of each, one after the other."""
         data = torch.cat([tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors], 1).cpu()
-        rows = memoryview(data.numpy())  # type: ignore[arg-type] # mypy does not know that arrays are buffers
-        self._sha.update(rows)
+        self._sha.update(data.numpy().data)
         for number, position in enumerate(positions):
-            self._digests[position] = hashlib.sha256(rows[number]).digest()
+            self._digests[position] = hashlib.sha256(data[number].numpy().data).digest()
             if position in self._keep:
                 self.kept[position] = tuple(tensor[number].cpu().clone() for tensor in tensors)
 
@@ -44,6 +43,7 @@ class Trace:
         return self._sha.hexdigest()
 
     def digest(self, position: int) -> bytes:
+        """SHA-256 of one row's record."""
         return self._digests[position]
 
     def first_difference(self, other: Trace) -> int | None:

@@ -1,0 +1,144 @@
+"""``sparse-mla verify``: proof by hash and by an independent reference, on the operators or inside an engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import NotCheckableError, UsageError
+from .render import console, emit_json, human_bytes, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from rich.console import Console
+
+    from ..verify.report import Report
+
+SUMMARY = "prove that long prefill is right, by hash over chunk plans and by an independent reference"
+_MOST = 2**31 - 4096  # positions are 32-bit, and decoded tokens and another request come on top
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Without --engine, the operators of this machine; with it, a real engine in a child process."""
+    parser.add_argument("--engine", choices=("vllm",), help="serve a model in a real engine and compare")
+    parser.add_argument(
+        "--model", metavar="DIR|tiny", help="engine: the checkpoint; operators: the model whose geometry is taken"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="operators with --model: tensor parallel size of one rank")
+    parser.add_argument("--lengths", metavar="N,N,...", help="prompt lengths in tokens")
+    parser.add_argument("--chunk-tokens", metavar="N,N,...", help="sizes of the uniform chunk plans")
+    parser.add_argument("--quick", action="store_true", help="the same checks on less: under a minute")
+    parser.add_argument("--all-rows", action="store_true", help="look at every query row (the default on a GPU)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--backend", help="backend of every stage, by name; never falls back")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs, placements and drawn rows")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the checks as JUnit XML")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 verified, 1 a fault found, 2 wrong usage, 3 could not be checked."""
+    from ..verify.report import writable, write_whole
+
+    if args.seed < 0:
+        raise UsageError("--seed", needs="a whole number >= 0", got=args.seed)
+    if args.junit is not None:
+        writable(args.junit)
+    report = _operators(args) if args.engine is None else _engine(args)
+    if args.junit is not None:
+        write_whole(args.junit, report.to_junit())
+    if args.format == "json":
+        emit_json(report.to_json())
+    elif args.format == "human":
+        _show(report)
+    return report.exit_code
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """``"20000,40000"`` -> (20000, 40000), each once, ascending.
+
+    Raises:
+        UsageError: not numbers, or outside what 32-bit positions allow.
+    """
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    bad = [part for part in parts if not part.isascii() or not part.isdecimal() or not 1 <= int(part[:12]) <= _MOST]
+    if bad:
+        raise UsageError(option, needs=f"whole numbers from 1 to {_MOST}, with commas between them", got=repr(bad[0]))
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _operators(args: argparse.Namespace) -> Report:
+    _require_torch()
+    from ..verify.operators import CHUNK_TOKENS, GLM_51_TP4, LENGTHS, OperatorOptions, quick, verify_operators
+    from ..verify.progress import Steps
+
+    dims = GLM_51_TP4
+    if args.model is not None:
+        from ..dims import MLADims
+
+        dims = MLADims.from_config(args.model, tensor_parallel=args.tp)
+    elif args.tp != 1:
+        raise UsageError("--tp", needs="--model", got="none", hint="Without it the geometry is GLM-5.1's at TP=4.")
+    options = OperatorOptions(
+        lengths=LENGTHS if args.lengths is None else whole_numbers("--lengths", args.lengths),
+        chunk_tokens=CHUNK_TOKENS if args.chunk_tokens is None else whole_numbers("--chunk-tokens", args.chunk_tokens),
+        dims=dims,
+        backend=args.backend,
+        device=args.device,
+        seed=args.seed,
+        complete=args.all_rows or args.device != "cpu",
+    )
+    with Steps(quiet=args.format == "quiet") as steps:
+        return verify_operators(quick(options) if args.quick else options, steps)
+
+
+def _require_torch() -> None:
+    if find_spec("torch") is None:
+        raise NotCheckableError("torch is not installed", hint='Run: pip install "sparse-mla[torch]"')
+
+
+def _engine(args: argparse.Namespace) -> Report:
+    _require_torch()
+    raise NotCheckableError("engine")
+
+
+def _show(report: Report) -> None:
+    """Tables for people."""
+    out = console()
+    for case in report.cases:
+        _show_case(out, case)
+    failed = [check for check in report.checks if not check.ok]
+    for check in failed:
+        out.print(f"FAULT {check.id}: {check.case}: {check.what}: {check.detail}", markup=False)
+    _show_facts(out, report.facts)
+    for word, lines in (("proved", report.proved), ("not proved", report.not_proved)):
+        for line in lines:
+            out.print(f"{word}: {line}", markup=False)
+    verdict = (
+        f"{len(failed)} of {len(report.checks)} checks failed" if failed else f"verified, {len(report.checks)} checks"
+    )
+    out.print(f"{report.target}: {verdict}, in {report.seconds:.0f} s", markup=False)
+
+
+def _show_case(out: Console, case: Mapping[str, Any]) -> None:
+    """A row for each plan, a column for each stage: the first digits of its hash."""
+    stages, first, looked = list(case["stages"]), case["plans"][0]["sha256"], case["rows"]
+    title = f"{case['case']}: {looked['query']:,} query rows, {looked['reference']} of them against the reference"
+    rows = [
+        [plan["name"], plan["calls"], *(_cell(plan["sha256"][stage], first[stage]) for stage in stages)]
+        for plan in case["plans"]
+    ]
+    out.print(table(title, ["chunk plan", "calls", *(stage.replace(" cache", "") for stage in stages)], rows))
+
+
+def _cell(value: str, first: str) -> str:
+    return value[:8] if value == first else f"{value[:8]} DIFFERS"
+
+
+def _show_facts(out: Console, facts: Mapping[str, Any]) -> None:
+    stages = ", ".join(f"{stage} {item['backend']} ({item['mode']})" for stage, item in facts["stages"].items())
+    scratch = facts["scratch"]
+    used = f"{human_bytes(scratch['touched_bytes'])} of {human_bytes(scratch['planned_bytes'])} planned"
+    out.print(f"{facts['device']['arch']}: {stages}; index_topk {facts['index_topk']}; scratch {used}", markup=False)
