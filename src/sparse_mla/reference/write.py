@@ -61,7 +61,7 @@ def encode_row(row: torch.Tensor, cache_format: CacheFormat) -> dict[str, bytes]
         step = torch.clamp(group.abs().max(), min=rule.amax_floor) / rule.fp8_max
         if rule.power_of_two and isfinite(step):  # a NaN stays one, in the scale as in the values
             mantissa, exponent = frexp(float(step))
-            step = torch.tensor(ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent))
+            step = torch.tensor(ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent), dtype=torch.float32)
         coded.append(_encode_fp8((group / step).clamp(-rule.fp8_max, rule.fp8_max), cache_format.encoding))
         scales.append(float(step))
     fields = {"values": bytes(torch.cat(coded).tolist()), "scale": struct.pack(f"<{len(scales)}f", *scales)}

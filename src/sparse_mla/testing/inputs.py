@@ -71,7 +71,7 @@ class Prompt:
         shape = (_BLOCK, *self._shape(name))
         dtype = torch.float32 if name == "index_weights" else getattr(torch, DTYPE_NAMES[self.dtype])
         if self.kind == "normal" or name in {"kv_c", "k_pe", "q"}:
-            values = torch.randn(shape, generator=source)
+            values = torch.randn(shape, generator=source, dtype=torch.float32)
         elif self.kind == "tied" and name == "index_k":
             codes = torch.randint(0, 4, (_BLOCK, 1), generator=source)
             values = (codes == torch.arange(shape[-1]) % 4).float()

@@ -78,7 +78,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> None:
     source = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config):
-        values = torch.randn(shape, generator=source) * STD
+        values = torch.randn(shape, generator=source, dtype=torch.float32) * STD
         tensors[name] = values + 1 if name.endswith("norm.weight") else values
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

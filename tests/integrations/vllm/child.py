@@ -48,7 +48,7 @@ def run(job: dict) -> dict:
         batches = [generate(llm, batch, job.get("tokens", 4)) for batch in job["batches"]]
         return {
             "batches": batches,
-            "modules": [name for name in sys.modules if name.startswith(("sparse_mla", "triton"))],
+            "modules": [name for name in sys.modules if name.startswith("sparse_mla")],
         }
     except Exception as error:  # noqa: BLE001 (the test judges it)
         return {"error": f"{type(error).__name__}: {error}"}

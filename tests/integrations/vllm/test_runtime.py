@@ -44,6 +44,16 @@ def test_right_kernels_pass(dtype, latent):
     runtime(dtype=dtype, latent=latent, index=plain(128, dtype)).prove()
 
 
+@pytest.mark.parametrize("latent", [None, fp8_ds_mla()])
+def test_the_callers_default_dtype_changes_nothing(latent):
+    """vLLM loads models, and so runs the comparison, with torch's default dtype set to the model's."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        runtime(latent=latent).prove()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("sizes", [{"max_model_len": 3}, {"max_num_tokens": 1}, {"max_num_tokens": 7}])
 def test_small_engines_are_checked_too(sizes):
     runtime(**sizes).prove()

@@ -84,8 +84,8 @@ class Attend:
     ) -> _Running:
         count, heads = queries.shape[:2]
         run = _Running(
-            torch.full((count, heads), -torch.inf, device=queries.device),
-            torch.zeros(count, heads, device=queries.device),
+            torch.full((count, heads), -torch.inf, dtype=torch.float32, device=queries.device),
+            torch.zeros(count, heads, dtype=torch.float32, device=queries.device),
             scratch["total"][:count].zero_(),
         )
         for first in range(0, slots.shape[1], self._segment):
@@ -115,7 +115,7 @@ class Attend:
         scores.masked_fill_(~valid.unsqueeze(-1), -torch.inf)
         peak = scores.amax(1)
         scores.sub_(_finite(peak).unsqueeze(1)).exp_()
-        mass = torch.empty(count, heads, 1, device=queries.device)
+        mass = torch.empty(count, heads, 1, dtype=torch.float32, device=queries.device)
         ones = latent.new_ones(self._segment, 1)
         for token in range(count):
             weights = scores[token].T
