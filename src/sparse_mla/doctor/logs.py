@@ -16,7 +16,7 @@ from .signatures import MAX_SPAN, Match, Signature
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
 _LINE_CHARS = 1 << 14  # a longer line is read in pieces of this size, all with its number
 _BUFFER_CHARS = 1 << 17  # text that one worker's stream holds before it is searched
 _TAIL_LINES = 1 << 11
@@ -25,7 +25,8 @@ _EXCERPT_CHARS = 300
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_ERROR = re.compile(r"[A-Za-z]{2,40}(?:Error|Exception)\b:?|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b")
+_ERROR = re.compile(r"(?:Error|Exception)\b|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b")
+_ERROR_WORDS = ("Error", "Exception", "fatal error", "core dumped", "Memory access fault")
 _BREAKS = re.compile(r"\r\n|\n|\r")
 _PREFIX = re.compile(
     r"(?:"
@@ -132,10 +133,11 @@ class _Stream:
     raws: list[str] = field(default_factory=list)
 
     def add(self, number: int, line: str) -> None:
-        squeezed = "".join(line.split())
+        words = line.split()
+        squeezed = "".join(words)
         self.offsets.append(self.size)
         self.numbers.append(number)
-        self.raws.append(line)
+        self.raws.append(" ".join(words))
         self.parts.append(squeezed)
         self.size += len(squeezed)
         self.held += len(line) + 1
@@ -146,7 +148,7 @@ class _Stream:
     def excerpt(self, offset: int) -> str:
         """The line at ``offset`` as it stood, from the match on when the line is long."""
         index = self.line_at(offset)
-        raw = self.raws[index].strip()
+        raw = self.raws[index]
         if len(raw) > _EXCERPT_CHARS:
             skip = offset - self.offsets[index]
             positions = (place for place, char in enumerate(raw) if not char.isspace())
@@ -157,9 +159,9 @@ class _Stream:
         """Forget all but what a match that begins here may still need."""
         start = max(len(text) - MAX_SPAN, 0)
         first = max(self.line_at(start), len(self.offsets) - _TAIL_LINES)
-        self.offsets = [max(offset - start, 0) for offset in self.offsets[first:]]
+        self.offsets = [offset - start for offset in self.offsets[first:]]
         self.numbers = self.numbers[first:]
-        self.raws = [raw if len(raw) <= _EXCERPT_CHARS else raw[:_EXCERPT_CHARS] for raw in self.raws[first:]]
+        self.raws = self.raws[first:]
         self.parts = [text[start:]]
         self.size = len(text) - start
         self.held = 0
@@ -245,7 +247,7 @@ def scan(
             # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
             worker = prefix["worker"] or ""
             line = line[prefix.end() :]
-        if not error and _ERROR.search(line):
+        if not error and any(word in line for word in _ERROR_WORDS) and _ERROR.search(line):
             error = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
         stream.add(number, line)

@@ -59,16 +59,17 @@ class Signature:
         SignatureError: too few literal characters to search for, two holes side by side, or unbalanced brackets.
     """
 
-    __slots__ = ("_optional", "_required", "anchor", "text")
+    __slots__ = ("_num_needed", "_parts", "anchor", "text")
 
     def __init__(self, text: str) -> None:
         required, bracket, rest = text.partition("[[")
         if bracket and not rest.endswith("]]"):
             raise SignatureError(f"{text!r}: [[ without ]] at the end")
         self.text = text
-        self._required = _segments(required, text)
-        self._optional = _segments(rest[:-2], text) if bracket else []
-        first = self._required[0] if self._required else ""
+        needed = _segments(required, text)
+        self._parts = [*needed, *(_segments(rest[:-2], text) if bracket else ())]
+        self._num_needed = len(needed)
+        first = needed[0] if needed else ""
         if not isinstance(first, str) or len(first) < MIN_ANCHOR:
             raise SignatureError(f"{text!r}: must begin with at least {MIN_ANCHOR} literal characters")
         self.anchor = first
@@ -76,7 +77,7 @@ class Signature:
     @property
     def num_literal(self) -> int:
         """Characters of fixed text that a match must show."""
-        return sum(len(part) for part in self._required if isinstance(part, str))
+        return sum(len(part) for part in self._parts[: self._num_needed] if isinstance(part, str))
 
     def find_all(self, squeezed: str, start: int = 0) -> Iterator[Match]:
         """Every match in ``squeezed`` from ``start`` on, not overlapping."""
@@ -90,14 +91,19 @@ class Signature:
 
     def _match_at(self, squeezed: str, position: int) -> Match | None:
         fields: dict[str, str] = {}
-        limit = position + MAX_SPAN
-        end = _walk(self._required, squeezed, position, limit, fields)
-        if end is None:
-            return None
-        extra: dict[str, str] = {}
-        tail = _walk(self._optional, squeezed, end, limit, extra)
-        fields.update(extra)
-        return Match(start=position, end=end if tail is None else tail, fields=fields)
+        end, limit = position, position + MAX_SPAN
+        for index, part in enumerate(self._parts):
+            following = self._parts[index + 1] if index + 1 < len(self._parts) else None
+            cut = index == self._num_needed - 1  # what follows may be missing
+            after = _part_end(part, following, squeezed, end, limit, cut=cut)
+            if after is None:
+                if index < self._num_needed:
+                    return None
+                break
+            if isinstance(part, Hole):
+                fields[part.name] = squeezed[end:after]
+            end = after
+        return Match(start=position, end=end, fields=fields)
 
 
 def _segments(text: str, whole: str) -> list[str | Hole]:
@@ -117,29 +123,17 @@ def _segments(text: str, whole: str) -> list[str | Hole]:
     return parts
 
 
-def _walk(parts: list[str | Hole], text: str, position: int, limit: int, fields: dict[str, str]) -> int | None:
-    """End of ``parts`` read from ``position``; holes go into ``fields``, also those before the first one that fails."""
-    for index, part in enumerate(parts):
-        if isinstance(part, str):
-            if not text.startswith(part, position):
-                return None
-            position += len(part)
-            continue
-        following = parts[index + 1] if index + 1 < len(parts) else None
-        end = _hole_end(part, following, text, position, limit)
-        if end is None:
-            return None
-        fields[part.name] = text[position:end]
-        position = end
-    return position
-
-
-def _hole_end(hole: Hole, following: str | Hole | None, text: str, position: int, limit: int) -> int | None:
-    if hole.kind in {"num", "word"}:
-        match = (_NUMBER if hole.kind == "num" else _WORD).match(text, position)
+def _part_end(
+    part: str | Hole, following: str | Hole | None, text: str, position: int, limit: int, *, cut: bool
+) -> int | None:
+    """End of ``part`` at ``position``, or None when it is not there. ``cut``: a text hole may run on to the limit."""
+    if isinstance(part, str):
+        return position + len(part) if text.startswith(part, position) else None
+    if part.kind in {"num", "word"}:
+        match = (_NUMBER if part.kind == "num" else _WORD).match(text, position)
         return match.end() if match else None
-    longest = limit if hole.kind == "long" else min(limit, position + MAX_HOLE)
-    if not isinstance(following, str):
-        return min(longest, len(text))
-    end = text.find(following, position, longest + len(following))
-    return None if end < 0 else end
+    longest = limit if part.kind == "long" else min(limit, position + MAX_HOLE)
+    end = text.find(following, position, longest + len(following)) if isinstance(following, str) else -1
+    if end >= 0:
+        return end
+    return min(longest, len(text)) if cut or following is None else None

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import io
+from sparse_mla.doctor.audit import Probe
+from sparse_mla.doctor.facts import LOG_FACTS, Facts, from_log
+from sparse_mla.doctor.findings import Evidence, judge
+from sparse_mla.doctor.knowledge import load
+from sparse_mla.doctor.logs import scan
+
+SIGNATURES = {defect.id: defect.signatures for defect in load() if defect.signatures}
+
+
+def evidence(log="", facts=None, probes=None, **more):
+    """Evidence as diagnose() gathers it, from text and plain values."""
+    known, hits = Facts(), None
+    if log:
+        report = scan(io.BytesIO(log.encode()), SIGNATURES, LOG_FACTS)
+        hits = {hit.key: hit for hit in report.hits}
+        known.add("log", from_log(report))
+    known.add("given", facts or {})
+    answers = {
+        name: Probe(id=name, status=status, where="file.py:1", what="read") for name, status in (probes or {}).items()
+    }
+    return Evidence(
+        facts=known.values,
+        of_log=known.of_log,
+        hits=hits,
+        probes=answers or None,
+        flags=more.pop("flags", None),
+        **more,
+    )
+
+
+def leads_to(log="", facts=None, probes=None, **more):
+    """Ids that the evidence leads to, in reading order."""
+    return [finding.defect.id for finding in judge(load(), evidence(log, facts, probes, **more))]
