@@ -7,7 +7,8 @@ program walks over the segments and adds them up in the same order with the same
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,9 +18,9 @@ from ...batch import BatchLayout
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
 from .launch import launch
-from .operands import TRITON_TYPES, empty_view, row_stride, rows_of, torch_dtype
+from .operands import TRITON_TYPES, Rows, empty_view, row_stride, rows_of, torch_dtype
 from .runs import Run, runs
-from .scratch import attend_buffers, power_of_two
+from .scratch import attend_buffers
 from .tuning import DECODE_THRESHOLD, attend_split, attend_tile, operand
 
 if TYPE_CHECKING:
@@ -32,6 +33,47 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 RUNTIME = ["first_row", "index_stride", "query_stride", "table_stride", "table_width", "block_stride"]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def locate(
+    block_table,
+    requests,
+    indices,
+    places,
+    counts,
+    first_row,
+    index_stride,
+    table_stride,
+    table_width,
+    block_stride,
+    TOPK: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program a token: where the rows of its list are, without the −1 and whatever else is no position.
+
+    Done once, in one layout: in the loop of ``attend_rows`` each thread would repeat it for half of the rows of a tile.
+    The rest of the line repeats the first place, so that loads need no mask and no other row's NaN is read.
+    """
+    local = tl.program_id(0)
+    row = (first_row + local).to(tl.int64)
+    request = tl.load(requests + row)
+    slot = tl.arange(0, PLACES)
+    position = tl.load(indices + row * index_stride + slot, mask=slot < TOPK, other=-1)
+    valid = (position >= 0) & (position < tl.where(request < 0, 0, table_width * BLOCK_SIZE))
+    blocks = block_table + tl.maximum(request, 0).to(tl.int64) * table_stride
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=valid, other=0)
+    place = block * block_stride + position % BLOCK_SIZE * ROW_STRIDE
+    one = valid.to(tl.int32)
+    order = tl.cumsum(one, 0) - one
+    count = tl.sum(one, 0)
+    first = tl.max(tl.where(valid & (order == 0), place, 0), 0)
+    line = places + local.to(tl.int64) * PLACES
+    tl.store(line + order, place, mask=valid)
+    tl.store(line + slot, first, mask=slot >= count)
+    tl.store(counts + local, count)
 
 
 @triton.jit
@@ -66,19 +108,14 @@ def attend_list(
     asked,
     asked_rope,
     latent,
-    blocks,
-    indices,
+    places,
     begin,
     end,
-    reach,
     scale,
-    block_stride,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
     OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
@@ -87,21 +124,15 @@ def attend_list(
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     mass = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, RANK), tl.float32)
-    dim = tl.arange(0, RANK)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         slot = first + tl.arange(0, KEYS)
-        position = tl.load(indices + slot, mask=slot < end, other=-1)
-        valid = (position >= 0) & (position < reach)
-        position = tl.where(valid, position, 0)
-        block = tl.load(blocks + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        start = block * block_stride * UNIT + (position % BLOCK_SIZE) * ROW_STRIDE
-        values = tl.load(latent + start[:, None] + dim[None, :], mask=valid[:, None], other=0.0).to(OPERAND)
+        start = latent + tl.load(places + slot).to(tl.int64)[:, None] * UNIT
+        values = tl.load(start + tl.arange(0, RANK)[None, :]).to(OPERAND)
         score = tl.dot(asked, tl.trans(values), input_precision="ieee")
         if ROPE:
-            rope_at = latent + start[:, None] + (RANK + tl.arange(0, ROPE))[None, :]
-            rope = tl.load(rope_at, mask=valid[:, None], other=0.0).to(OPERAND)
+            rope = tl.load(start + (RANK + tl.arange(0, ROPE))[None, :]).to(OPERAND)
             score = tl.dot(asked_rope, tl.trans(rope), score, input_precision="ieee")
-        score = tl.where(valid[None, :], score * scale, float("-inf"))
+        score = tl.where((slot < end)[None, :], score * scale, float("-inf"))
         top = tl.maximum(peak, tl.max(score, 1))
         old = tl.exp2(peak - finite(top))
         weight = tl.exp2(score - finite(top)[:, None])
@@ -111,35 +142,21 @@ def attend_list(
     return peak, mass, total
 
 
-@triton.jit
-def used(indices, reach, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
-    """One more than the place of the last index that counts: tails of −1 cost nothing."""
-    slot = tl.arange(0, TOPK_PADDED)
-    position = tl.load(indices + slot, mask=slot < TOPK, other=-1)
-    return tl.max(tl.where((position >= 0) & (position < reach), slot + 1, 0), 0)
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def attend_rows(
     query,
     latent,
-    block_table,
-    requests,
-    indices,
+    places,
+    counts,
     out,
     lse,
     part,
     part_peak,
     part_mass,
     first_row,
-    index_stride,
     query_stride,
-    table_stride,
-    table_width,
-    block_stride,
     scale,
-    TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
+    PLACES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -149,9 +166,8 @@ def attend_rows(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
     OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -160,20 +176,15 @@ def attend_rows(
     With SPLIT axis 1 is the segment, and parts are stored; else all PARTS segments are merged here.
     """
     TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
-    local = tl.program_id(0) // TILES
-    row = (first_row + local).to(tl.int64)
+    local = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(0) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
-    request = tl.load(requests + row)
-    reach = tl.where(request < 0, 0, table_width * BLOCK_SIZE)
-    blocks = block_table + tl.maximum(request, 0).to(tl.int64) * table_stride
-    listed = indices + row * index_stride
-    count = used(listed, reach, TOPK, TOPK_PADDED)
-    asked_at = query + row * query_stride * UNIT + (head * (RANK + ROPE))[:, None]
+    asked_at = query + (first_row + local) * query_stride * VECTOR + (head * (RANK + ROPE))[:, None]
     real = (head < HEADS)[:, None]
     asked = tl.load(asked_at + tl.arange(0, RANK)[None, :], mask=real, other=0.0).to(OPERAND)
     asked_rope = asked
     if ROPE:
         asked_rope = tl.load(asked_at + (RANK + tl.arange(0, ROPE))[None, :], mask=real, other=0.0).to(OPERAND)
+    count = tl.load(counts + local)
     peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
     mass = tl.zeros((HEAD_TILE,), tl.float32)
     total = tl.zeros((HEAD_TILE, RANK), tl.float32)
@@ -183,19 +194,14 @@ def attend_rows(
             asked,
             asked_rope,
             latent,
-            blocks,
-            listed,
+            places + local * PLACES,
             begin,
             tl.minimum(begin + SEGMENT, count),
-            reach,
             scale * LOG2_E,
-            block_stride,
             RANK,
             ROPE,
             HEAD_TILE,
             KEYS,
-            ROW_STRIDE,
-            BLOCK_SIZE,
             UNIT,
             OPERAND,
             STAGES,
@@ -205,12 +211,12 @@ def attend_rows(
         else:
             peak, mass, total = merged(peak, mass, total, new_peak, new_mass, new_total)
     if SPLIT:
-        line = (local.to(tl.int64) * PARTS + tl.program_id(1)) * HEADS + head
+        line = (local * PARTS + tl.program_id(1)) * HEADS + head
         tl.store(part + (line * RANK)[:, None] + tl.arange(0, RANK)[None, :], total, mask=real)
         tl.store(part_peak + line, peak, mask=head < HEADS)
         tl.store(part_mass + line, mass, mask=head < HEADS)
     else:
-        store_result(out, lse, row, head, peak, mass, total, HEADS, RANK, LSE)
+        store_result(out, lse, first_row + local, head, peak, mass, total, HEADS, RANK, LSE)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -287,55 +293,80 @@ class Attend:
         lse: torch.Tensor | None,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        dims, latent = self._problem.dims, rows_of(view, "values")
-        multiplied = operand(view.format.encoding, dtype_name(q.dtype), self._device)
-        tensors = (q, latent.tensor, batch.block_table, batch.req_id_per_token, indices)
-        strides = (
-            row_stride("indices", indices),
-            row_stride("q", q, latent.unit),
-            row_stride("block_table", batch.block_table),
-            batch.block_table.shape[1],
-            latent.block_stride,
-        )
-        row_stride("out", out, dims.num_heads * dims.kv_lora_rank)
-        facts = {
-            "TOPK": dims.index_topk,
-            "TOPK_PADDED": power_of_two(dims.index_topk),
-            "ROPE": dims.qk_rope_head_dim,
-            "ROW_STRIDE": latent.row_stride,
-            "BLOCK_SIZE": view.block_size,
-            "UNIT": latent.unit,
-            "OPERAND": TRITON_TYPES[multiplied],
-        }
+        latent, rows = rows_of(view, "values"), scratch["places"].shape[0]
         for run in runs(batch, strict=self._split.strict):
-            self._run(run, (*tensors, out, out if lse is None else lse), (*strides, softmax_scale), facts, lse, scratch)
+            for start in range(run.start, run.stop, rows):
+                part = Run(start, min(start + rows, run.stop), run.prefill)
+                self._locate(part, latent, view.block_size, indices, batch, scratch)
+                self._attend(part, latent, q, softmax_scale, out, lse, scratch)
 
-    def _run(
+    def _locate(
         self,
         run: Run,
-        tensors: tuple[torch.Tensor, ...],
-        numbers: tuple[float, ...],
-        facts: dict[str, Any],
+        latent: Rows,
+        block_size: int,
+        indices: torch.Tensor,
+        batch: BatchLayout,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        table = batch.block_table
+        launch(
+            locate,
+            (run.stop - run.start,),
+            table,
+            batch.req_id_per_token,
+            indices,
+            scratch["places"],
+            scratch["counts"],
+            run.start,
+            row_stride("indices", indices),
+            row_stride("block_table", table),
+            table.shape[1],
+            latent.block_stride,
+            TOPK=self._problem.dims.index_topk,
+            PLACES=scratch["places"].shape[1],
+            ROW_STRIDE=latent.row_stride,
+            BLOCK_SIZE=block_size,
+            num_warps=4,
+        )
+
+    def _attend(
+        self,
+        run: Run,
+        latent: Rows,
+        q: torch.Tensor,
+        softmax_scale: float,
+        out: torch.Tensor,
         lse: torch.Tensor | None,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
         dims, tile, rows = self._problem.dims, self._tile, run.stop - run.start
+        vector = gcd(dims.head_dim, 8)
+        row_stride("out", out, dims.num_heads * dims.kv_lora_rank)
+        results = (out, out if lse is None else lse)
+        parts = tuple(scratch.get(name, scratch["places"]) for name in ("part", "peak", "mass"))
         shape = {"LSE": lse is not None, "HEADS": dims.num_heads, "RANK": dims.kv_lora_rank}
         split = not run.prefill and self._split.parts > 1 and rows <= self._split.rows
-        parts = tuple(scratch.get(name, tensors[0]) for name in ("part", "peak", "mass"))
-        segments = {"SEGMENT": self._split.segment, "PARTS": self._split.parts}
-        if run.prefill:
-            segments = {"SEGMENT": facts["TOPK_PADDED"], "PARTS": 1}
+        whole = {"SEGMENT": scratch["places"].shape[1], "PARTS": 1}
         launch(
             attend_rows,
             (rows * -(-dims.num_heads // tile.heads), self._split.parts if split else 1),
-            *tensors,
+            q,
+            latent.tensor,
+            scratch["places"],
+            scratch["counts"],
+            *results,
             *parts,
             run.start,
-            *numbers,
-            **facts,
+            row_stride("q", q, vector),
+            softmax_scale,
             **shape,
-            **segments,
+            **(whole if run.prefill else {"SEGMENT": self._split.segment, "PARTS": self._split.parts}),
+            PLACES=scratch["places"].shape[1],
+            ROPE=dims.qk_rope_head_dim,
+            UNIT=latent.unit,
+            VECTOR=vector,
+            OPERAND=TRITON_TYPES[operand(dtype_name(latent.tensor.dtype), dtype_name(q.dtype), self._device)],
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
@@ -347,7 +378,7 @@ class Attend:
             launch(
                 merge_parts,
                 (rows, -(-dims.num_heads // group)),
-                *tensors[-2:],
+                *results,
                 *parts,
                 run.start,
                 **shape,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NAN = tl.constexpr(float("nan"))
-
 
 @triton.jit
 def decoded(stored, ENCODING: tl.constexpr):
@@ -21,9 +19,9 @@ def decoded(stored, ENCODING: tl.constexpr):
         bits = stored.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         if ENCODING == "fp8fnuz":
-            value = tl.where(bits == 0x80, NAN, half * 128.0).to(tl.float16)
+            value = tl.where(bits == 0x80, float("nan"), half * 128.0).to(tl.float16)
         else:
-            value = tl.where((bits & 0x7F) == 0x7F, NAN, half * 256.0).to(tl.float16)
+            value = tl.where((bits & 0x7F) == 0x7F, float("nan"), half * 256.0).to(tl.float16)
     return value
 
 

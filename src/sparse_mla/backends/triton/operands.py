@@ -15,7 +15,7 @@ from ...shapes import DTYPE_NAMES, dtype_name
 if TYPE_CHECKING:
     from ...cache import CacheFormat
 
-_VECTOR_BYTES = 16
+_MOST_UNITS = 2**31 - 1
 TRITON_TYPES = {
     "fp8": tl.float8e4nv,
     "fp8fnuz": tl.float8e4b8,
@@ -40,22 +40,25 @@ def readable(tensor: torch.Tensor, operand: str) -> tuple[torch.Tensor, str]:
 
 
 class Rows(NamedTuple):
-    """A field of a cache: where its rows start, and how far apart blocks and rows are, in values.
+    """A field of a cache, addressed in units of ``unit`` values: the most that divides the stride of blocks and of rows.
 
-    ``block_stride`` counts in ``unit`` values: the most that divides it and is one vector load, so that a kernel knows
-    about alignment without being compiled for one stride.
+    A row starts at ``(block * block_stride + row * row_stride) * unit``. The unit is a compile-time value, so a kernel
+    knows how far its loads are aligned; for a cache without gaps it is a whole row.
     """
 
     tensor: torch.Tensor
     block_stride: int
-    unit: int
     row_stride: int
+    unit: int
 
 
 def rows_of(view: CacheView, field: str) -> Rows:
+    """Raises ShapeError where 32 bits cannot count the units of the cache (2 TiB of bf16 latents without gaps)."""
     tensor = view.field(field)
-    unit = gcd(tensor.stride(0), _VECTOR_BYTES // tensor.element_size())
-    return Rows(tensor, tensor.stride(0) // unit, unit, tensor.stride(1))
+    unit = gcd(tensor.stride(0), tensor.stride(1))
+    if tensor.stride(0) // unit * tensor.shape[0] > _MOST_UNITS:
+        raise ShapeError("cache view", needs=f"at most {_MOST_UNITS} units of {unit} values", got=tensor.shape[0])
+    return Rows(tensor, tensor.stride(0) // unit, tensor.stride(1) // unit, unit)
 
 
 def empty_view(cache_format: CacheFormat, block_size: int, where: torch.device) -> CacheView:

@@ -63,7 +63,7 @@ def load_keys(
     """Keys ``[N, DIM]`` ready to multiply and their scales ``[N]``; zeros outside."""
     block = tl.load(blocks + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     row = position % BLOCK_SIZE
-    start = block * block_stride * UNIT + row * ROW_STRIDE
+    start = (block * block_stride + row * ROW_STRIDE) * UNIT
     dim = tl.arange(0, DIM)
     stored = tl.load(values + start[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
     keys = decoded(stored, ENCODING).to(OPERAND)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...workspace import BufferSpec
-from .tuning import attend_split
+from .tuning import attend_split, attend_tile
 
 if TYPE_CHECKING:
     from ...device import Device
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COUNTER_WORDS = 8
 """Words from one row's counter to the next: each in a sector of its own, or their atomic adds would queue."""
 _MIB = 1 << 20
+_PLACES_BYTES = 32 * _MIB
 _ROW_TILE = 64
 _LEAST_CANDIDATES = 4096
 _LEAST_STRIDE = 32
@@ -84,17 +85,23 @@ def select_buffers(problem: Problem, device: Device, budget: int) -> tuple[Buffe
 
 
 def attend_buffers(problem: Problem, device: Device, budget: int) -> tuple[BufferSpec, ...]:
-    """Partial results of the calls that split a row's index list over programs; none where no call does."""
+    """Where the selected rows of each token are; and partial results of calls that split a token's list over programs."""
     del budget
-    split = attend_split(problem, device)
+    split, dims = attend_split(problem, device), problem.dims
+    places = power_of_two(max(dims.index_topk, attend_tile(problem, device).keys))
+    rows = min(problem.max_num_tokens, max(1, _PLACES_BYTES // (4 * places)))
+    located = (
+        BufferSpec(name="places", shape=(rows, places), dtype="i32"),
+        BufferSpec(name="counts", shape=(rows,), dtype="i32"),
+    )
     if split.parts == 1:
-        return ()
-    rows = min(problem.max_num_tokens, split.rows)
-    heads, rank = problem.dims.num_heads, problem.dims.kv_lora_rank
+        return located
+    parts = (min(problem.max_num_tokens, split.rows), split.parts, dims.num_heads)
     return (
-        BufferSpec(name="part", shape=(rows, split.parts, heads, rank), dtype="f32"),
-        BufferSpec(name="peak", shape=(rows, split.parts, heads), dtype="f32"),
-        BufferSpec(name="mass", shape=(rows, split.parts, heads), dtype="f32"),
+        *located,
+        BufferSpec(name="part", shape=(*parts, dims.kv_lora_rank), dtype="f32"),
+        BufferSpec(name="peak", shape=parts, dtype="f32"),
+        BufferSpec(name="mass", shape=parts, dtype="f32"),
     )
 
 

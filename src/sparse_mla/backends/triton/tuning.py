@@ -90,7 +90,7 @@ def attend_tile(problem: Problem, device: Device) -> AttendTile:
     if not roomy:
         return AttendTile(heads=16 if heads <= 16 else 32, keys=32, warps=4 if heads <= 16 else 8, stages=2)
     if heads <= 16:
-        return AttendTile(heads=16, keys=64, warps=4, stages=2)
+        return AttendTile(heads=16, keys=64, warps=4, stages=4)
     if heads <= 32:
         return AttendTile(heads=32, keys=64, warps=8, stages=2)
     return AttendTile(heads=64, keys=64, warps=8, stages=2)
