@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+
 from sparse_mla.doctor.audit import Probe
 from sparse_mla.doctor.facts import LOG_FACTS, Facts, from_log
 from sparse_mla.doctor.findings import Evidence, judge

