@@ -69,17 +69,18 @@ def vllm_answers(folder: str, options: argparse.Namespace) -> Answer:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    if options.selection == "last":
-        select_last_only()
     engine = LLM(
         folder,
         dtype=options.dtype,
         max_model_len=max(options.lengths) + 64,
         max_num_batched_tokens=options.chunk,
         max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 30,  # one prompt of 131,072 tokens in fp32
         enforce_eager=True,
         enable_prefix_caching=True,  # the questions share the prompt: it is read once
     )
+    if options.selection == "last":
+        select_last_only()  # after the start-up comparison with the reference, which would refuse to serve this
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0)
 
     def answer(planted: Planted) -> list[list[int]]:

@@ -15,6 +15,7 @@ from .words import ASK, END, STOP, WORDS, word_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 KEY_WORDS = 3
 VALUE_WORDS = 4
@@ -73,3 +74,19 @@ def plant(length: int, depths: Sequence[float], *, seed: int = 0) -> Planted:
 def recalled(facts: Sequence[Fact], answers: Sequence[Sequence[int]]) -> list[bool]:
     """Whether each answer is the fact's, token by token; nothing else counts."""
     return [tuple(answer) == fact.answer for fact, answer in zip(facts, answers, strict=True)]
+
+
+def endpoint_style() -> dict[str, Any]:
+    """How ``verify --endpoint --style`` plants facts for this model: keys of three words, values of one word."""
+    words = [word.strip() for word in WORDS]
+    names = [" ".join(words[start : start + KEY_WORDS]) for start in range(0, 64 * KEY_WORDS, KEY_WORDS)]
+    return {
+        "preamble": "{nonce}",
+        "fact": f" {{name}}{ASK} {{value}}{STOP}",
+        "question": f" {{name}}{ASK}",
+        "ask": "each",
+        "names": names,
+        "values": words[64 * KEY_WORDS : 64 * KEY_WORDS + 128],
+        "filler": words,
+        "stop": [STOP],
+    }

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from .planted import endpoint_style
 from .words import END, STOP, VOCABULARY, tokenizer_files
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def retrieval_config(**overrides: Any) -> dict[str, Any]:
 
 
 def write_retrieval_model(folder: Path, *, seed: int = 0, **overrides: Any) -> None:
-    """Write config, tokenizer and ``model.safetensors`` (bf16, 4.4 MB) into ``folder``; needs torch and safetensors.
+    """Write config, tokenizer, endpoint style and ``model.safetensors`` (bf16, 4.8 MB) into ``folder``; needs torch and safetensors.
 
     Args:
         seed: which code each token has and in which order each head holds its contexts.
@@ -119,7 +120,8 @@ def write_retrieval_model(folder: Path, *, seed: int = 0, **overrides: Any) -> N
 
     folder.mkdir(parents=True, exist_ok=True)
     config = retrieval_config(**overrides)
-    for name, content in (tokenizer_files() | {"config.json": config}).items():
+    files = tokenizer_files() | {"config.json": config, "endpoint-style.json": endpoint_style()}
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     tensors = {name: values.to(torch.bfloat16).contiguous() for name, values in retrieval_weights(seed).items()}
     partial = folder / "model.safetensors.partial"
