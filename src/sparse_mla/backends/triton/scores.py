@@ -145,10 +145,11 @@ def score_tiles(
     asked_at = query + (first_row + tl.program_id(1) * ROWS).to(tl.int64) * query_stride * DIM
     asked_at = asked_at + (index * query_stride * DIM)[:, None] + tl.arange(0, DIM)[None, :]
     weight_at = weights + row * weight_stride
+    last = tl.load(requests + tl.minimum(first_row + (tl.program_id(1) + 1) * ROWS, stop_row) - 1)
     begin = 0
     while begin < ROWS:
-        request, end = run_stop(request_of, index, begin, ROWS)
-        mine = (index >= begin) & (index < end)
+        request = tl.load(requests + first_row + tl.program_id(1) * ROWS + begin)
+        mine = request_of == request
         reach = tl.max(tl.where(mine, visible, 0), 0)
         if reach > nearest:
             keys, key_scale = load_keys(
@@ -196,7 +197,8 @@ def score_tiles(
                     start,
                     CAPACITY,
                 )
-        begin = end
+        # Rows of one request follow each other, so one request is the rule and the rest of the tile is done.
+        begin = ROWS if request == last else tl.min(tl.where((index > begin) & (request_of != request), index, ROWS), 0)
 
 
 @triton.jit
@@ -225,6 +227,61 @@ def row_scores(
     if HEADS != HEADS_PADDED:  # a NaN or inf in the key would reach the sum through the padding
         part = tl.where((head < HEADS)[None, :], part, 0.0)
     return tl.sum(part, 1) * key_scale
+
+
+@triton.jit
+def score_row(
+    query,
+    weights,
+    keys,
+    key_scale,
+    number,
+    position,
+    reach,
+    visible_lens,
+    limits,
+    limit_positions,
+    kept,
+    pool,
+    candidates,
+    first_row,
+    local,
+    query_stride,
+    weight_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    QUERY_ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Score one row against loaded keys; store the sample's scores, or keep what reaches the row's limit."""
+    row = (first_row + local).to(tl.int64)
+    visible = tl.minimum(tl.load(visible_lens + row), reach)
+    score = row_scores(
+        query,
+        weights,
+        keys,
+        key_scale,
+        row,
+        query_stride,
+        weight_stride,
+        HEADS,
+        HEADS_PADDED,
+        DIM,
+        QUERY_ENCODING,
+        OPERAND,
+    )
+    if STRIDE:
+        wanted = (position < visible) & (visible > CAPACITY) & (number < SAMPLES)
+        tl.store(pool + local * SAMPLES + number, score, mask=wanted)
+    else:
+        limit, limit_position = tl.load(limits + local), tl.load(limit_positions + local)
+        tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
+        keep(score, position, visible, limit, limit_position, tickets, candidates, local * CAPACITY, CAPACITY)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -286,51 +343,101 @@ def score_rows(
         request, end = run_stop(request_of, index, begin, ROWS)
         reach = tl.max(tl.where((index >= begin) & (index < end), visible_of, 0), 0)
         count = (reach + STRIDE - 1) // STRIDE if STRIDE else reach
-        for tile in range(tl.program_id(0), (count + KEYS - 1) // KEYS, step):
-            number = tile * KEYS + tl.arange(0, KEYS)
-            position = sampled_position(number, STRIDE) if STRIDE else number
-            keys, key_scale = load_keys(
-                values,
-                scale,
-                block_table + request.to(tl.int64) * table_stride,
-                block_stride,
-                scale_block_stride,
-                position,
-                position < reach,
-                ROW_STRIDE,
-                BLOCK_SIZE,
-                DIM,
-                UNIT,
-                SCALED,
-                ENCODING,
-                OPERAND,
-            )
-            for local in tl.range(group + begin, group + end, num_stages=STAGES):
-                this = (first_row + local).to(tl.int64)
-                visible = tl.minimum(tl.load(visible_lens + this), table_width * BLOCK_SIZE)
-                score = row_scores(
+        if ROWS == 1:
+            for tile in tl.range(tl.program_id(0), (count + KEYS - 1) // KEYS, step, num_stages=STAGES):
+                number = tile * KEYS + tl.arange(0, KEYS)
+                position = sampled_position(number, STRIDE) if STRIDE else number
+                keys, key_scale = load_keys(
+                    values,
+                    scale,
+                    block_table + request.to(tl.int64) * table_stride,
+                    block_stride,
+                    scale_block_stride,
+                    position,
+                    position < reach,
+                    ROW_STRIDE,
+                    BLOCK_SIZE,
+                    DIM,
+                    UNIT,
+                    SCALED,
+                    ENCODING,
+                    OPERAND,
+                )
+                score_row(
                     query,
                     weights,
                     keys,
                     key_scale,
-                    this,
+                    number,
+                    position,
+                    reach,
+                    visible_lens,
+                    limits,
+                    limit_positions,
+                    kept,
+                    pool,
+                    candidates,
+                    first_row,
+                    group,
                     query_stride,
                     weight_stride,
                     HEADS,
                     HEADS_PADDED,
                     DIM,
+                    KEYS,
+                    CAPACITY,
+                    STRIDE,
+                    SAMPLES,
                     QUERY_ENCODING,
                     OPERAND,
                 )
-                visible = tl.minimum(visible, reach)
-                if STRIDE:
-                    target = pool + local * SAMPLES + number
-                    wanted = (position < visible) & (visible > CAPACITY) & (number < SAMPLES)
-                    tl.store(target, score, mask=wanted)
-                else:
-                    limit = tl.load(limits + local)
-                    limit_position = tl.load(limit_positions + local)
-                    tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
-                    start = local * CAPACITY
-                    keep(score, position, visible, limit, limit_position, tickets, candidates, start, CAPACITY)
+        else:
+            for tile in range(tl.program_id(0), (count + KEYS - 1) // KEYS, step):
+                number = tile * KEYS + tl.arange(0, KEYS)
+                position = sampled_position(number, STRIDE) if STRIDE else number
+                keys, key_scale = load_keys(
+                    values,
+                    scale,
+                    block_table + request.to(tl.int64) * table_stride,
+                    block_stride,
+                    scale_block_stride,
+                    position,
+                    position < reach,
+                    ROW_STRIDE,
+                    BLOCK_SIZE,
+                    DIM,
+                    UNIT,
+                    SCALED,
+                    ENCODING,
+                    OPERAND,
+                )
+                for local in tl.range(group + begin, group + end, num_stages=STAGES):
+                    score_row(
+                        query,
+                        weights,
+                        keys,
+                        key_scale,
+                        number,
+                        position,
+                        reach,
+                        visible_lens,
+                        limits,
+                        limit_positions,
+                        kept,
+                        pool,
+                        candidates,
+                        first_row,
+                        local,
+                        query_stride,
+                        weight_stride,
+                        HEADS,
+                        HEADS_PADDED,
+                        DIM,
+                        KEYS,
+                        CAPACITY,
+                        STRIDE,
+                        SAMPLES,
+                        QUERY_ENCODING,
+                        OPERAND,
+                    )
         begin = end
