@@ -1,4 +1,4 @@
-"""``sparse-mla verify``: proof by hash and by an independent reference, on the operators or inside an engine."""
+"""``sparse-mla verify``: proof by hash and reference, on the operators or inside an engine; by recall on any endpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotCheckableError, UsageError
+from ..verify import endpoint
 from .render import console, emit_json, human_bytes, table
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _MOST = 2**31 - 4096  # positions are 32-bit, and decoded tokens and another req
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Without --engine, the operators of this machine; with it, a real engine in a child process."""
+    """Without --engine, the operators of this machine; with it, a real engine in a child process; --endpoint: a server."""
     parser.add_argument("--engine", choices=("vllm",), help="serve a model in a real engine and compare")
     parser.add_argument(
         "--model", metavar="DIR|tiny", help="engine: the checkpoint; operators: the model whose geometry is taken"
@@ -34,14 +35,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-rows", action="store_true", help="look at every query row (the default on a GPU)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--backend", help="backend of every stage, by name; never falls back")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs, placements and drawn rows")
+    parser.add_argument("--seed", type=int, help="of inputs, placements and drawn rows (0); of prompts (always new)")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the checks as JUnit XML")
+    endpoint.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 verified, 1 a fault found, 2 wrong usage, 3 could not be checked."""
     from ..verify.report import writable, write_whole
 
+    if args.endpoint:
+        if args.engine:
+            raise UsageError("--endpoint", needs="no --engine beside it", got=args.engine)
+        return endpoint.run(args)
+    args.seed = args.seed or 0
     if args.seed < 0:
         raise UsageError("--seed", needs="a whole number >= 0", got=args.seed)
     if args.junit is not None:

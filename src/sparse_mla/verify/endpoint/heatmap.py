@@ -1,0 +1,123 @@
+"""Recall by prompt length and depth of the fact, as rows of text and as an SVG picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .outcome import Outcome
+    from .verdicts import Edge
+
+BINS = 10
+_ALL, _SOME, _NONE, _EMPTY = "■", "▣", "□", "·"
+_CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 190, 64, 90
+_GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One answered probe. ``bins[i]`` is (recalled, planted) of the facts in the i-th tenth of the prompt.
+
+    ``group`` numbers the different answers to the same prompt, so that equal prompts with unequal numbers show.
+    """
+
+    name: str
+    length: int
+    bins: tuple[tuple[int, int], ...]
+    group: int
+
+    def marks(self) -> str:
+        """One sign for each tenth of the prompt."""
+        return " ".join(
+            _EMPTY if not planted else _ALL if found == planted else _SOME if found else _NONE
+            for found, planted in self.bins
+        )
+
+
+def rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
+    """Answered probes by length; unanswered ones have no row."""
+    answers: dict[str, list[str]] = {}
+    made = []
+    for key, outcome in outcomes.items():
+        if not outcome.answered:
+            continue
+        known = answers.setdefault(outcome.prompt_sha256, [])
+        if outcome.token_sha256 not in known:
+            known.append(outcome.token_sha256)
+        group = known.index(outcome.token_sha256)
+        made.append(Row(name=name(key), length=outcome.prompt_tokens, bins=_bins(outcome), group=group))
+    return sorted(made, key=lambda row: row.length)
+
+
+def name(key: str) -> str:
+    """``0:staged/20000/of-3/1`` -> ``staged of 3, again``; the second endpoint says so."""
+    server, _, rest = key.partition(":")
+    state, _, *of, attempt = rest.split("/")
+    pieces = f" {of[0].replace('-', ' ')}" if of and state == "staged" else ""
+    return f"{state}{pieces}{', again' if attempt != '0' else ''}{', second' if server != '0' else ''}"
+
+
+def _bins(outcome: Outcome) -> tuple[tuple[int, int], ...]:
+    found, planted = [0] * BINS, [0] * BINS
+    for _, start, recalled in outcome.facts:
+        place = min(start * BINS // max(outcome.prompt_tokens, 1), BINS - 1)
+        planted[place] += 1
+        found[place] += recalled
+    return tuple(zip(found, planted, strict=True))
+
+
+def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -> str:
+    """The picture: a row for each probe, the failing length as a line, chunk boundaries as ticks, answers by colour."""
+    width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 70
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        _text(12, 22, title, size=15),
+        _text(_LEFT + BINS * _CELL + 14, _TOP - 8, "answer"),
+    ]
+    drawn += [_text(_LEFT + tenth * _CELL, _TOP - 8, f"{tenth * 10} %") for tenth in range(BINS)]
+    for number, row in enumerate(made):
+        drawn += _row(row, _TOP + number * _ROW, chunk)
+    below = sum(row.length < edge.fails for row in made) if edge else None
+    if edge and below is not None:
+        y = _TOP + below * _ROW - 1
+        drawn.append(
+            f'<line x1="8" x2="{width - 8}" y1="{y}" y2="{y}" stroke="black" stroke-width="2" stroke-dasharray="6 4"/>'
+        )
+    foot = _TOP + len(made) * _ROW + 24
+    drawn.append(_text(12, foot, "depth of the fact in the prompt; blue: recalled, red: lost, white: no fact there"))
+    marks = f"; ticks: chunks of {chunk:,} tokens" if chunk else ""
+    line = f"dashed: the failure begins {edge}" if edge else "no failing length"
+    drawn.append(_text(12, foot + 18, f"{line}{marks}; equal prompts with answers of two colours are not reproducible"))
+    return "\n".join([*drawn, "</svg>", ""])
+
+
+def _row(row: Row, y: int, chunk: int | None) -> Iterable[str]:
+    yield _text(12, y + 15, f"{row.length:,} {row.name}")
+    for place, (found, planted) in enumerate(row.bins):
+        colour = _colour(found / planted) if planted else "#ffffff"
+        yield (
+            f'<rect x="{_LEFT + place * _CELL}" y="{y}" width="{_CELL - 2}" height="{_ROW - 3}" fill="{colour}" '
+            f'stroke="#cccccc"><title>{found} of {planted}</title></rect>'
+        )
+    for boundary in range(chunk, row.length, chunk) if chunk else ():
+        x = _LEFT + BINS * _CELL * boundary / row.length
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + _ROW - 3}" stroke="black" stroke-width="1"/>'
+    colour = _GROUP_COLOURS[row.group % len(_GROUP_COLOURS)]
+    yield f'<rect x="{_LEFT + BINS * _CELL + 14}" y="{y}" width="{_ROW - 3}" height="{_ROW - 3}" fill="{colour}"/>'
+    yield _text(_LEFT + BINS * _CELL + 40, y + 15, chr(ord("A") + row.group % 26))
+
+
+def _colour(share: float) -> str:
+    """From red (0) over white to blue (1)."""
+    lost, kept = (178, 24, 43), (33, 102, 172)
+    end, weight = (kept, 2 * share - 1) if share >= 0.5 else (lost, 1 - 2 * share)
+    return "#" + "".join(f"{round(255 + (part - 255) * weight):02x}" for part in end)
+
+
+def _text(x: int, y: int, text: str, size: int = 12) -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}">{escape(text)}</text>'

@@ -1,0 +1,194 @@
+"""Options of ``sparse-mla verify --endpoint``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import UsageError
+from ..report import writable
+
+if TYPE_CHECKING:
+    import argparse
+
+DEFAULT_LENGTHS = (20_000, 40_000, 60_000, 80_000, 100_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Checked options; ``None`` means: as the server or the saved run says."""
+
+    endpoints: tuple[str, ...]
+    model: str | None
+    key: str
+    ca_file: str | None
+    proxy: str | None
+    api: str
+    style: str | None
+    lengths: tuple[int, ...] | None
+    index_topk: int
+    chunk_tokens: tuple[int | None, ...]
+    concurrency: int
+    min_recall: float
+    answer_tokens: int
+    thinking_tokens: int
+    timeout: float
+    retries: int
+    budget_tokens: int | None
+    resolution: int
+    seed: int | None
+    save: Path | None
+    resume: bool
+    against: Path | None
+    report: Path | None
+    with_text: bool
+    plot: Path | None
+    junit: Path | None
+    dry_run: bool
+    format: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the endpoint's own options to the parser of ``verify``; ``--endpoint`` chooses the target.
+
+    It shares ``--model``, ``--lengths``, ``--chunk-tokens``, ``--seed``, ``--junit`` and ``--format`` with the others.
+    """
+    _add_server(parser.add_argument_group("endpoint: which server"))
+    _add_checks(parser.add_argument_group("endpoint: what is checked"))
+    _add_files(parser.add_argument_group("endpoint: files"))
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--endpoint", action="append", metavar="URL", default=[],
+        help="an OpenAI-compatible server, with or without /v1; a second one of another chunk size helps to localise",
+    )  # fmt: skip
+    group.add_argument("--api-key-env", metavar="VAR", help="environment variable that holds the key")
+    group.add_argument("--ca-file", metavar="PEM", help="certificates to trust instead of the system's")
+    group.add_argument("--proxy", metavar="URL", help="http proxy; none connects directly; default: the environment's")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one request (600)")
+    group.add_argument("--retries", type=int, default=2, metavar="N", help="after 429, 5xx or a cut connection (2)")
+
+
+def _add_checks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--api", choices=("auto", "completions", "chat"), default="auto", help="auto takes what answers")
+    group.add_argument("--index-topk", type=int, default=2048, metavar="K", help="the model's index_topk (2048)")
+    group.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests beside the one judged (4)")
+    group.add_argument("--min-recall", type=float, default=1.0, metavar="R", help="for models that are weak themselves")
+    group.add_argument("--answer-tokens", type=int, default=400, metavar="N", help="allowance for an answer (400)")
+    group.add_argument("--thinking-tokens", type=int, default=8192, metavar="N", help="more, if it must think (8192)")
+    group.add_argument("--budget-tokens", type=int, metavar="N", help="bound on all tokens, prompts and answers")
+    group.add_argument("--resolution", type=int, default=64, metavar="N", help="tokens to bisect a failure to (64)")
+    group.add_argument("--style", metavar="FILE", help="JSON: another wording, or words of the model's vocabulary")
+    group.add_argument("--dry-run", action="store_true", help="show what would be sent and what it costs, then stop")
+
+
+def _add_files(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--save", metavar="FILE", help="keep the run, after every answer")
+    group.add_argument("--resume", action="store_true", help="go on with the run in the --save file")
+    group.add_argument("--against", metavar="FILE", help="same prompts as a saved run, and compare the answers")
+    group.add_argument("--report", metavar="FILE", help="Markdown for a bug report: no key, no URL, no text")
+    group.add_argument("--with-text", action="store_true", help="put the answers' text into the report")
+    group.add_argument("--plot", metavar="FILE.svg", help="recall by length and depth, and answers grouped by hash")
+
+
+def parse(args: argparse.Namespace) -> Options:
+    """Check everything before a single token is spent.
+
+    Raises:
+        UsageError: a value cannot be used.
+    """
+    for name, least in _LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:  # also refuses a NaN
+            raise UsageError(f"--{name.replace('_', '-')}", needs=f"at least {least}", got=value)
+    if not args.min_recall <= 1:
+        raise UsageError("--min-recall", needs="a share from 0.1 to 1", got=args.min_recall)
+    if args.timeout > 86_400:
+        raise UsageError("--timeout", needs="at most 86400 seconds", got=args.timeout)
+    if not 1 <= len(args.endpoint) <= 2:
+        raise UsageError("--endpoint", needs="one URL, or two", got=len(args.endpoint))
+    save = _file("--save", args.save)
+    if args.resume and (save is None or not save.exists()):
+        raise UsageError("--resume", needs="--save FILE of an earlier run", got="none")
+    if save and save.exists() and not args.resume:
+        raise UsageError("--save", needs="a new file, or --resume", got=f"{save} exists")
+    plot = _file("--plot", args.plot)
+    if plot and plot.suffix != ".svg":
+        raise UsageError("--plot", needs="a file name ending in .svg", got=plot.name)
+    return Options(
+        endpoints=tuple(args.endpoint),
+        model=args.model,
+        key=_key(args.api_key_env),
+        ca_file=args.ca_file,
+        proxy=args.proxy,
+        api=args.api,
+        style=args.style,
+        lengths=_numbers("--lengths", args.lengths, most=64) if args.lengths else None,
+        index_topk=args.index_topk,
+        chunk_tokens=_chunks(args.chunk_tokens, len(args.endpoint)),
+        concurrency=args.concurrency,
+        min_recall=args.min_recall,
+        answer_tokens=args.answer_tokens,
+        thinking_tokens=args.thinking_tokens,
+        timeout=args.timeout,
+        retries=args.retries,
+        budget_tokens=args.budget_tokens,
+        resolution=args.resolution,
+        seed=args.seed,
+        save=save,
+        resume=args.resume,
+        against=Path(args.against) if args.against else None,
+        report=_file("--report", args.report),
+        with_text=args.with_text,
+        plot=plot,
+        junit=_file("--junit", args.junit),
+        dry_run=args.dry_run,
+        format=args.format,
+    )
+
+
+_LEAST = {
+    "timeout": 0.1,
+    "retries": 0,
+    "index_topk": 1,
+    "concurrency": 0,
+    "min_recall": 0.1,
+    "answer_tokens": 1,
+    "thinking_tokens": 1,
+    "budget_tokens": 1,
+    "resolution": 1,
+}
+
+
+def new_seed() -> int:
+    """A seed that no cache has seen."""
+    return secrets.randbits(48)
+
+
+def _file(option: str, name: str | Path | None) -> Path | None:
+    return writable(Path(name), option) if name else None
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UsageError(f"--api-key-env {variable}", needs="a variable that holds the key", got="unset or empty")
+    return key
+
+
+def _numbers(option: str, text: str, *, most: int) -> tuple[int, ...]:
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 1 << 32 for part in parts) or len(parts) > most:
+        raise UsageError(option, needs=f"1 to {most} positive whole numbers with commas between", got=repr(text))
+    return tuple(int(part) for part in parts)
+
+
+def _chunks(text: str | None, endpoints: int) -> tuple[int | None, ...]:
+    given = _numbers("--chunk-tokens", text, most=endpoints) if text else ()
+    return (*given, *(None for _ in range(endpoints - len(given))))

@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+from scripted_server import Script, serve
+
+KEY = "sk-very-secret-0123"
+
+
+def test_a_healthy_server_is_verified(verify):
+    script = Script()
+    with serve(script) as url:
+        result = verify("--endpoint", f"{url}/base/v1")
+    assert result.code == 0
+    report = result.json
+    assert report["ok"]
+    assert report["findings"] == []
+    assert report["facts"]["verdicts"] == []
+    assert report["facts"]["servers"][0]["version"] == "1.2.3"
+    assert report["facts"]["servers"][0]["mode"] == "completions, token ids"
+    states = {case["probe"].split(":")[1].split("/")[0] for case in report["cases"]}
+    assert states == {"baseline", "cold", "repeat", "prefix", "concurrent", "beside"}
+    by_probe = {case["probe"]: case for case in report["cases"]}
+    assert by_probe["0:cold/4000/0"]["prompt_tokens"] == 4000
+    assert by_probe["0:cold/4000/0"]["cached_tokens"] == 0
+    assert by_probe["0:repeat/4000/0"]["cached_tokens"] > 3900
+    assert by_probe["0:prefix/3998/of-4000/0"]["cached_tokens"] > 1000
+    asked = [body for path, body, _ in script.requests if path.endswith("/completions")]
+    assert sorted({len(body["prompt"]) for body in asked} & {2000, 1999, 4000, 3998}) == [1999, 2000, 3998, 4000]
+    spent = report["facts"]["tokens"]
+    assert spent["prompt"] == sum(len(body["prompt"]) for body in asked)
+    assert spent["requests"] == len(asked)
+
+
+def test_the_cost_is_told_before_and_a_dry_run_sends_no_long_prompt(verify):
+    script = Script()
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--dry-run", lengths="3000,90000")
+    assert result.code == 0
+    assert "to send: " in result.err
+    cost = int(result.err.split("to send: ")[1].split(" prompt tokens")[0].replace(",", ""))
+    assert 4 * 93_000 < cost < 7 * 93_000
+    assert all(len(body["prompt"]) <= 1000 for path, body, _ in script.requests if "completions" in path)
+
+
+FAULTS = {
+    "third chunk": (
+        Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900),
+        ["endpoint.garbled", "endpoint.chunk-count"],
+    ),
+    "length": (Script(lose=lambda seen, _: seen.tokens > 2500), ["endpoint.garbled", "endpoint.length"]),
+    "last index_topk": (Script(lose=lambda seen, at: at < seen.tokens - 512), ["endpoint.last-topk"]),
+    "length modulo 4": (
+        Script(lose=lambda seen, _: seen.tokens > 1200 and seen.tokens % 4 == 3),
+        ["endpoint.garbled", "endpoint.length-modulo"],
+    ),
+    "cache": (Script(lose=lambda seen, _: seen.cached > 0), ["endpoint.cache-state"]),
+    "concurrency": (Script(lose=lambda seen, _: seen.running > 1), ["endpoint.concurrency"]),
+    "middle": (Script(lose=lambda seen, at: seen.tokens > 1200 and 0.4 < at / seen.tokens < 0.6), None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_kind_of_fault_is_found_and_named(verify, name):
+    script, verdicts = FAULTS[name]
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--chunk-tokens", "900")
+    assert result.code == 1
+    assert not result.json["ok"]
+    assert result.json["findings"]
+    if verdicts is None:
+        assert result.verdicts[0] == "endpoint.depth"
+    else:
+        assert result.verdicts == verdicts
+    for verdict in result.json["facts"]["verdicts"]:
+        assert verdict["evidence"]
+        assert verdict["excludes"]
+    if name == "third chunk":
+        edge = result.json["facts"]["first_failing"]
+        assert edge["passes"] <= 1800 < edge["fails"] <= edge["passes"] + 64
+        assert "third chunk of 900 tokens" in result.json["facts"]["verdicts"][1]["statement"]
+    if name == "length":
+        statement = result.json["facts"]["verdicts"][1]["statement"]
+        assert "confounded with length" in statement
+
+
+def test_without_the_cache_s_word_chunks_are_confounded_with_length(verify):
+    script = Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900, tells_cached=False)
+    with serve(script) as url:
+        result = verify("--endpoint", url)
+    assert result.verdicts == ["endpoint.garbled", "endpoint.length"]
+    verdict = result.json["facts"]["verdicts"][1]
+    assert "confounded with length" in verdict["statement"]
+    assert any("does not tell what it cached" in text for text in verdict["evidence"])
+
+
+@pytest.mark.parametrize(
+    ("other", "expected", "words"),
+    [
+        (Script(lose=lambda seen, _: seen.chunks >= 3, chunk=1300), "endpoint.chunk-count", "third chunk on, on both"),
+        (Script(lose=lambda seen, _: seen.tokens > 1800, chunk=1300), "endpoint.length", "on both endpoints"),
+        (Script(chunk=1300), "endpoint.chunk-count", "does not fail at any length"),
+    ],
+)
+def test_a_second_endpoint_tells_chunk_count_from_length(verify, other, expected, words):
+    first = Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900, tells_cached=False)
+    with serve(first) as url, serve(other) as second:
+        result = verify("--endpoint", url, "--endpoint", second, "--chunk-tokens", "900,1300")
+    assert result.code == 1
+    assert result.verdicts == ["endpoint.garbled", expected]
+    assert words in result.json["facts"]["verdicts"][1]["statement"]
+
+
+def test_a_fault_that_comes_and_goes_is_named_so(verify):
+    lost = iter([True])
+    script = Script(lose=lambda seen, at: seen.tokens == 2000 and at > 1900 and next(lost, False))
+    with serve(script) as url:
+        result = verify("--endpoint", url)
+    assert result.code == 1
+    assert result.verdicts == ["endpoint.intermittent"]
+
+
+@pytest.mark.parametrize(
+    ("script", "mode"),
+    [
+        (Script(tokenizes=False), "completions, text"),
+        (Script(completions=False), "chat, thinking off"),
+        (Script(completions=False, tokenizes=False, split_digits=True), "chat, thinking off"),
+        (Script(completions=False, extras=False, thinks=True), "chat"),
+        (Script(extras=False), "completions, token ids"),
+    ],
+)
+def test_servers_that_offer_less_are_checked_too_at_exact_lengths(verify, script, mode):
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--concurrency", "1", lengths="2001")
+    assert result.code == 0
+    assert result.json["facts"]["servers"][0]["mode"] == mode
+    by_probe = {case["probe"]: case["prompt_tokens"] for case in result.json["cases"]}
+    assert (by_probe["0:cold/2001/0"], by_probe["0:prefix/2000/of-2001/0"]) == (2001, 2000)
+
+
+def test_thinking_that_uses_up_its_allowance_is_no_fault(verify):
+    with serve(Script(completions=False, extras=False, thinks=True)) as url:
+        result = verify("--endpoint", url, "--thinking-tokens", "50", lengths="2000")
+    assert result.code == 3
+    assert "Raise --thinking-tokens" in result.err
+
+
+def test_a_server_without_any_count_cannot_be_checked(verify):
+    with serve(Script(counts=False, tokenizes=False)) as url:
+        result = verify("--endpoint", url)
+    assert result.code == 3
+    assert "counts no tokens" in result.err
+
+
+def test_a_server_that_counts_only_on_request_leaves_the_lengths_unproved(verify):
+    with serve(Script(counts=False)) as url:
+        result = verify("--endpoint", url)
+    assert result.code == 0
+    assert any("the server counts no tokens" in text for text in result.json["not_proved"])
+
+
+def long_ones(answer):
+    """Refuse prompts above 1,500 tokens with this answer."""
+    return lambda path, body, _number: answer if "completions" in path and len(body["prompt"]) > 1500 else None
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ((500, b'{"error": "EngineDeadError"}'), "http-500"),
+        ((429, b"busy"), "http-429"),
+        ((400, b'{"error": "maximum context length is 1500"}'), "http-400"),
+        ((200, b'{"choices": []}'), "garbage"),
+        ((200, b'{"choices": [{"text": 7}]}'), "garbage"),
+        ((200, b"data: {}\n\n"), "garbage"),
+        ((200, b'{"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"prompt_tokens": 1024}}'), "truncated"),
+    ],
+)
+def test_long_prompts_that_get_no_answer_are_not_checked_and_no_fault(verify, answer, kind):
+    with serve(Script(refuse=long_ones(answer))) as url:
+        result = verify("--endpoint", url, "--retries", "0", lengths="2000")
+    assert result.code == 3
+    assert not result.json["ok"]
+    assert result.json["findings"] == []
+    assert {one["failure"] for one in result.json["facts"]["unanswered"]} == {kind}
+    assert any(kind in text for text in result.json["not_proved"])
+
+
+@pytest.mark.parametrize("body", [b'{"data": 5}', b"[]", b'{"data": [{"id": 3}]}', b"null"])
+def test_a_model_list_of_rubbish_is_a_usage_error_and_no_crash(verify, body):
+    script = Script(refuse=lambda path, _body, _number: (200, body) if path.endswith("/models") else None)
+    with serve(script) as url:
+        result = verify("--endpoint", url)
+    assert result.code == 2
+    assert "--model" in result.err
+
+
+def test_nothing_there_and_a_refused_key_exit_3(verify, monkeypatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+    script = Script(refuse=lambda *_: (401, b"invalid key " + KEY.encode()))
+    with serve(script) as url:
+        refused = verify("--endpoint", url, "--api-key-env", "MY_KEY")
+    gone = verify("--endpoint", url)
+    assert (refused.code, gone.code) == (3, 3)
+    assert "--api-key-env" in refused.err
+    assert KEY not in refused.err
+    assert "unreachable" in gone.err
+    unset = verify("--endpoint", url, "--api-key-env", "NO_SUCH_KEY")
+    assert unset.code == 2
+
+
+def test_a_model_that_cannot_do_it_short_is_not_judged_long(verify):
+    with serve(Script(lose=lambda *_: True)) as url:
+        result = verify("--endpoint", url)
+    assert result.code == 3
+    assert "length cannot be judged" in result.err
+
+
+def test_a_weak_model_passes_only_with_its_own_measure(verify):
+    weak = Script(lose=lambda seen, at: seen.tokens > 1200 and at < 100)
+    with serve(weak) as url:
+        assert verify("--endpoint", url, lengths="2000").code == 1
+        assert verify("--endpoint", url, "--min-recall", "0.9", lengths="2000").code == 0
+
+
+def test_the_budget_is_a_bound_and_the_report_is_partial(verify):
+    script = Script()
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--budget-tokens", "12000")
+    assert result.code == 3
+    assert not result.json["facts"]["complete"]
+    assert "--budget-tokens 12,000 is used up" in result.json["facts"]["stopped"]
+    spent = sum(len(body["prompt"]) + body["max_tokens"] for path, body, _ in script.requests if "completions" in path)
+    assert spent <= 12_000 + 400 * 8
+    tokens = result.json["facts"]["tokens"]
+    assert tokens["prompt"] + tokens["completion"] <= 12_000
+    assert result.json["checks"]
+
+
+def test_a_run_goes_on_where_it_stopped_and_asks_nothing_twice(verify, tmp_path):
+    saved = tmp_path / "run.json"
+    script = Script()
+    with serve(script) as url:
+        stopped = verify("--endpoint", url, "--save", str(saved), "--budget-tokens", "12000")
+        known = {key for key, one in json.loads(saved.read_text())["outcomes"].items() if "baseline" not in key}
+        before = len(script.requests)
+        refused = verify("--endpoint", url, "--save", str(saved))
+        other = verify("--endpoint", url, "--save", str(saved), "--resume", lengths="2000,5000")
+        whole = verify("--endpoint", url, "--save", str(saved), "--resume", lengths=None)
+    assert (stopped.code, refused.code, other.code, whole.code) == (3, 2, 2, 0)
+    assert "--resume" in refused.err
+    assert "lengths [2000, 4000]" in other.err
+    assert known
+    asked = [len(body["prompt"]) for path, body, _ in script.requests[before:] if "completions" in path]
+    assert 2000 not in asked
+    assert 4000 in asked
+    final = json.loads(saved.read_text())
+    assert len(final["outcomes"]) > len(known)
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_two_runs_are_compared_prompt_by_prompt(verify, tmp_path):
+    saved, report = tmp_path / "before.json", tmp_path / "report.md"
+    with serve(Script(lose=lambda seen, _: seen.tokens > 3000)) as url:
+        assert verify("--endpoint", url, "--save", str(saved)).code == 1
+    with serve(Script(jitter=lambda number: number * 1e-4)) as url:
+        result = verify("--endpoint", url, "--against", str(saved), "--report", str(report), lengths=None)
+    assert result.code == 0
+    compared = {one["key"]: one for one in result.json["facts"]["against"]}
+    assert compared["0:cold/4000/0"]["facts"] == "gained"
+    assert compared["0:cold/4000/0"]["first_token"] == 2
+    assert compared["0:cold/2000/0"]["facts"] == "same"
+    assert compared["0:cold/2000/0"]["first_token"] is None
+    assert 0 < compared["0:cold/2000/0"]["logprob_gap"] < 0.1
+    assert "gained" in report.read_text()
+
+
+def test_a_saved_file_that_is_none_is_refused(verify, tmp_path):
+    file = tmp_path / "x.json"
+    for content in ("{}", "[]", "no", '{"schema": "other/1"}', "[" * 100_000):
+        file.write_text(content)
+        assert verify("--endpoint", "http://127.0.0.1:9", "--against", str(file)).code == 2
+    assert verify("--endpoint", "http://127.0.0.1:9", "--against", str(tmp_path / "none")).code == 2
+
+
+def test_reports_tell_no_secret_and_no_text_unless_asked(verify, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+    saved, report, plot, junit = (tmp_path / name for name in ("s.json", "r.md", "p.svg", "j.xml"))
+    script = Script(lose=lambda seen, _: seen.tokens > 2500)
+    files = ["--save", str(saved), "--report", str(report), "--plot", str(plot), "--junit", str(junit)]
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--api-key-env", "MY_KEY", *files, form="human")
+        port = url.rsplit(":", 1)[1]
+    assert result.code == 1
+    assert any(headers.get("Authorization") == f"Bearer {KEY}" for _, _, headers in script.requests)
+    written = [result.out, result.err, *(file.read_text() for file in (saved, report, plot, junit))]
+    values = [
+        line.split()[-1]
+        for one in json.loads(saved.read_text())["outcomes"].values()
+        for line in one["text"].splitlines()
+    ]
+    assert not any(KEY in text or port in text for text in written)
+    assert not any(value in report.read_text() + plot.read_text() for value in values if value != "xx")
+    assert "endpoint.length" in report.read_text()
+    root = ET.fromstring(plot.read_text())  # noqa: S314 - our own file
+    assert root.tag.endswith("svg")
+    assert ET.parse(junit).getroot().get("failures") != "0"  # noqa: S314
+    with serve(Script()) as url:
+        verify("--endpoint", url, "--report", str(report), "--with-text")
+    assert "0:cold/2000/0:" in report.read_text()
+
+
+def test_differences_in_log_probabilities_alone_are_no_fault(verify):
+    source = random.Random(5)
+    for _ in range(6):
+        script = Script(jitter=lambda _number: source.random() * 1e-3, chunk=source.choice([512, 2048, 8192]))
+        with serve(script) as url:
+            result = verify(
+                "--endpoint", url, "--concurrency", str(source.randrange(4)), lengths=str(source.randrange(900, 5000))
+            )
+        assert result.code == 0
+        assert result.verdicts == []
+        assert result.json["facts"]["not_reproducible"]
+
+
+def test_the_picture_of_the_terminal_shows_depths_and_the_verdict(verify):
+    with serve(Script(lose=lambda seen, at: at < seen.tokens - 512)) as url:
+        result = verify("--endpoint", url, form="human")
+    row = next(line for line in result.out.splitlines() if "2,000" in line and "cold" in line)
+    assert row.index("□") < row.index("■")
+    assert "Only facts in the last 512 tokens survive" in result.out
+    assert "FAULT: facts are lost" in result.out
+    assert "tokens cold: " in result.err
+    assert " left" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--timeout", "nan"],
+        ["--min-recall", "1.5"],
+        ["--budget-tokens", "0"],
+        ["--plot", "picture.png"],
+        ["--save", "/no/such/folder/x"],
+        ["--chunk-tokens", "1,2"],
+        ["--engine", "vllm"],
+        ["--endpoint", "http://b", "--endpoint", "http://c"],
+    ],
+)
+def test_wrong_usage_is_told_before_anything_is_sent(verify, arguments):
+    result = verify("--endpoint", "http://127.0.0.1:9", *arguments)
+    assert result.code == 2
+    assert result.err.count("\n") == 1
+
+
+def test_a_hanging_server_times_out_and_ctrl_c_leaves_a_partial_report(tmp_path):
+    hang = Script(
+        refuse=lambda path, body, _number: (
+            time.sleep(30) if "completions" in path and len(body["prompt"]) > 3000 else None
+        )
+    )
+    saved = tmp_path / "run.json"
+    code = "import sys; from sparse_mla.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+    with serve(hang) as url:
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "verify",
+            "--endpoint",
+            url,
+            "--lengths",
+            "2000,4000",
+            "--index-topk",
+            "512",
+        ]
+        command += ["--json", "--save", str(saved)]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as child:
+            until = time.monotonic() + 60
+            while time.monotonic() < until and not (saved.exists() and "concurrent/1997" in saved.read_text()):
+                time.sleep(0.05)
+            time.sleep(0.3)
+            child.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            out, err = child.communicate(timeout=20)
+        assert time.monotonic() - began < 5
+        timed_out = subprocess.run(
+            [*command[:-2], "--timeout", "0.5"], capture_output=True, text=True, env=environment, check=False
+        )
+    assert child.returncode == 130, err
+    report = json.loads(out)
+    assert report["facts"]["stopped"] == "interrupted"
+    assert report["checks"]
+    assert "Traceback" not in err
+    assert timed_out.returncode == 3
+    report = json.loads(timed_out.stdout)
+    assert {one["failure"] for one in report["facts"]["unanswered"]} == {"timeout"}
+
+
+def test_it_needs_the_standard_library_and_rich_alone():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'matplotlib', 'requests', 'httpx', 'openai', 'vllm', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "from sparse_mla.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    with serve(Script()) as url:
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "verify",
+            "--endpoint",
+            url,
+            "--lengths",
+            "2000",
+            "--proxy",
+            "none",
+            "-q",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
