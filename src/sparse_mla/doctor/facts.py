@@ -32,11 +32,11 @@ def _settings(name: str) -> tuple[Signature, ...]:
 
 LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
     "version:vllm": (
-        Signature("Initializing a V1 LLM engine (v{value:word})"),
-        Signature("vLLM API server version {value:word}"),
-        Signature("vLLM engine version {value:word}"),
+        Signature("Initializing a V1 LLM engine (v{value:version}"),
+        Signature("vLLM API server version {value:version}"),
+        Signature("vLLM engine version {value:version}"),
     ),
-    "version:sglang": (Signature("sglang version: {value:word}"), Signature("sglang_version={value:word}")),
+    "version:sglang": (Signature("sglang version: {value:version}"), Signature("sglang_version={value:version}")),
     "tp": _settings("tensor_parallel_size"),
     "pp": _settings("pipeline_parallel_size"),
     "dcp": _settings("decode_context_parallel_size"),

@@ -155,11 +155,18 @@ def _standing_of_hit(defect: Defect, hit: Hit, evidence: Evidence) -> Standing |
     applies = defect.applies(evidence.of_log)
     if applies is None:
         applies = defect.applies(evidence.facts)
+    if defect.id == _NO_BACKEND and not _asks_for_sparse(hit):
+        return Standing.POSSIBLE
     if checked is False or (applies is False and (defect.symptom or defect.applies(evidence.of_log) is False)):
         return None
     if defect.symptom and (applies is None or checked is None):
         return Standing.POSSIBLE
     return Standing.SEEN
+
+
+def _asks_for_sparse(hit: Hit) -> bool:
+    """Whether the selector error is about an MLA model, as far as the message was not cut before it says so."""
+    return hit.fields.get("head_size") in {"576", "512"} or "use_sparse=True" in hit.fields.get("config", "")
 
 
 def _numbers(fields: Mapping[str, str]) -> dict[str, int]:

@@ -3,7 +3,7 @@ takes linear time on any input and does not care where a terminal wrapped the li
 
     No valid attention backend found for {device}[[ with {config}Reasons: {reasons}]]
 
-``{name}`` takes at most 400 characters, ``{name:num}`` a number. What stands in ``[[ ]]`` may be missing: it is read when
+``{name}`` takes at most 400 characters, ``{name:num}`` a number, ``{name:version}`` a version. What stands in ``[[ ]]`` may be missing: it is read when
 the line was not cut there, and never needed for a match.
 """
 
@@ -20,14 +20,19 @@ MAX_HOLE = 400  # characters that one hole may span, whitespace not counted
 MAX_SPAN = 8192  # characters that one whole match may span
 MIN_ANCHOR = 6  # shortest literal that a search may begin with
 
-_HOLE = re.compile(r"\{([a-z_]{1,32})(?::(num|word|long))?\}")
+_HOLE = re.compile(r"\{([a-z_]{1,32})(?::(num|word|version|long))?\}")
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
 _WORD = re.compile(r"[A-Za-z0-9_.+\-]{1,80}")
+# Without its local part: in text without whitespace nothing would end that.
+_VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}(?:(?:rc|a|b)\d{1,4})?(?:\.(?:post|dev)\d{1,6}){0,2}")
 _SPACE = re.compile(r"\s+")
 
 
 class SignatureError(ValueError):
     """A signature is not well formed."""
+
+
+_PATTERNS = {"num": _NUMBER, "word": _WORD, "version": _VERSION}
 
 
 def squeeze(text: str) -> str:
@@ -37,7 +42,7 @@ def squeeze(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hole:
-    """A named gap between literals; ``kind`` is text, long, word or num."""
+    """A named gap between literals; ``kind`` is text, long, word, version or num."""
 
     name: str
     kind: str
@@ -129,8 +134,8 @@ def _part_end(
     """End of ``part`` at ``position``, or None when it is not there. ``cut``: a text hole may run on to the limit."""
     if isinstance(part, str):
         return position + len(part) if text.startswith(part, position) else None
-    if part.kind in {"num", "word"}:
-        match = (_NUMBER if part.kind == "num" else _WORD).match(text, position)
+    if part.kind in _PATTERNS:
+        match = _PATTERNS[part.kind].match(text, position)
         return match.end() if match else None
     longest = limit if part.kind == "long" else min(limit, position + MAX_HOLE)
     end = text.find(following, position, longest + len(following)) if isinstance(following, str) else -1
