@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..dims import indexer_schedule
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -91,12 +93,12 @@ def tensor_shapes(config: dict[str, Any]) -> Shapes:
     """Name and shape of every tensor of the checkpoint, in the order in which weights are drawn."""
     hidden = config["hidden_size"]
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
+    for layer, owns_indexer in enumerate(indexer_schedule(config)):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         yield from _attention(f"{prefix}.self_attn", config)
-        if _owns_indexer(config, layer):
+        if owns_indexer:
             yield from _indexer(f"{prefix}.self_attn.indexer", config)
         if layer < config["first_k_dense_replace"]:
             yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
@@ -104,11 +106,6 @@ def tensor_shapes(config: dict[str, Any]) -> Shapes:
             yield from _experts(f"{prefix}.mlp", config)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (config["vocab_size"], hidden)
-
-
-def _owns_indexer(config: dict[str, Any], layer: int) -> bool:
-    types = config.get("indexer_types")
-    return types is None or types[layer] == "full"
 
 
 def _attention(prefix: str, config: dict[str, Any]) -> Shapes:

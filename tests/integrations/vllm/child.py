@@ -1,6 +1,6 @@
 """Runs a list of engine jobs in one process, because importing vLLM costs more than starting a tiny engine.
 
-A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "env"}. Its result is either
+A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env"}. Its result is either
 {"error": "Type: text"} or {"batches": [[{"tokens", "prompt_logprobs", "cached"}, ...], ...], "modules": [...]}.
 """
 
@@ -23,15 +23,19 @@ ENGINE = {
 }
 
 
-def generate(llm, batch: list[list[int]], tokens: int) -> list[dict]:
+def generate(llm, batch: list[list[int]], tokens: int, logprobs: bool) -> list[dict]:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+    wanted = 0 if logprobs else None
+    params = SamplingParams(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=wanted
+    )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
     return [
         {
             "tokens": output.outputs[0].token_ids,
-            "prompt_logprobs": [next(iter(step.values())).logprob for step in output.prompt_logprobs[1:]],
+            "prompt_logprobs": [next(iter(step.values())).logprob for step in (output.prompt_logprobs or [])[1:]],
+            "cached": output.num_cached_tokens,
         }
         for output in outputs
     ]
@@ -45,7 +49,7 @@ def run(job: dict) -> dict:
     llm = None
     try:
         llm = LLM(job["model"], **{**ENGINE, **job.get("engine", {})})
-        batches = [generate(llm, batch, job.get("tokens", 4)) for batch in job["batches"]]
+        batches = [generate(llm, batch, job["tokens"], job.get("logprobs", True)) for batch in job["batches"]]
         return {
             "batches": batches,
             "modules": [name for name in sys.modules if name.startswith("sparse_mla")],

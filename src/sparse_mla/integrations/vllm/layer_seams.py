@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .contract import Demand, seam
-from .seams import CHECKED
+from .seams import CHECKED, first_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,7 +154,7 @@ def take_indexer(indexer: Any, operator: torch.nn.Module) -> None:
 
     indexer.indexer_op = operator
     native = deepseek_v2.per_token_group_quant_fp8
-    if hasattr(native, "__wrapped__"):
+    if not first_time("per_token_group_quant_fp8"):
         return
 
     @functools.wraps(native)

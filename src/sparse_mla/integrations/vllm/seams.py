@@ -32,6 +32,17 @@ BACKEND_NAME = "SPARSE_MLA"
 BACKEND_PATH = "sparse_mla.integrations.vllm.backend.SparseMLABackend"
 
 
+_PATCHED: set[str] = set()
+
+
+def first_time(name: str) -> bool:
+    """Whether ``name`` is patched for the first time: vLLM may load plugins more than once in a process."""
+    if name in _PATCHED:
+        return False
+    _PATCHED.add(name)
+    return True
+
+
 class Installed(NamedTuple):
     """The vLLM of this process."""
 
@@ -90,8 +101,8 @@ def hook_backend_choice(choose: Callable[[Callable[[], str], str | None], str]) 
 
     platform = type(current_platform)
     native = platform.get_attn_backend_cls
-    if hasattr(native, "__wrapped__"):
-        return  # vLLM may load plugins more than once in a process
+    if not first_time("get_attn_backend_cls"):
+        return
 
     @functools.wraps(native.__func__)
     def get_attn_backend_cls(
@@ -100,7 +111,7 @@ def hook_backend_choice(choose: Callable[[Callable[[], str], str | None], str]) 
         def ask_vllm() -> str:
             return native.__func__(cls, selected_backend, attn_selector_config, *args, **kwargs)  # type: ignore[no-any-return]
 
-        if not (attn_selector_config.use_sparse and attn_selector_config.use_mla):
+        if not (getattr(attn_selector_config, "use_sparse", False) and getattr(attn_selector_config, "use_mla", False)):
             return ask_vllm()
         return choose(ask_vllm, getattr(selected_backend, "name", None))
 
@@ -131,7 +142,7 @@ def hook_backend_choice(choose: Callable[[Callable[[], str], str | None], str]) 
     ),
 )
 def hook_engine_config(serves: Callable[[str | None, str | None], bool]) -> None:
-    """Where ``serves(model_type, asked_for)``, undo two CPU rules made for vLLM's own dense MLA and its rope operator.
+    """Where ``serves(model_type, asked_for)``, undo what the CPU platform sets for its own dense MLA.
 
     Without AMX the platform switches chunked prefill and prefix caching off for every MLA model and forces 16-token
     blocks, because its dense MLA kernel needs that. And ``ops.rotary_embedding`` on CPU rotates the wrong values when
@@ -141,26 +152,28 @@ def hook_engine_config(serves: Callable[[str | None, str | None], bool]) -> None
 
     platform = type(current_platform)
     native = platform.check_and_update_config
-    if platform.device_type != "cpu" or hasattr(native, "__wrapped__"):
+    if platform.device_type != "cpu" or not first_time("check_and_update_config"):
         return
 
     @functools.wraps(native.__func__)
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        asked_for = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+        if not serves(_model_type(vllm_config), getattr(asked_for, "name", None)):
+            native.__func__(cls, vllm_config)
+            return
         wanted = _Limits.of(vllm_config)
         native.__func__(cls, vllm_config)
-        asked_for = getattr(vllm_config.attention_config.backend, "name", None)
-        if serves(_model_type(vllm_config), asked_for):
-            wanted.restore(vllm_config)
-            custom_ops = vllm_config.compilation_config.custom_ops
-            if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
-                custom_ops.append("-rotary_embedding")
+        wanted.restore(vllm_config)
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if "+rotary_embedding" not in custom_ops and "-rotary_embedding" not in custom_ops:
+            custom_ops.append("-rotary_embedding")
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _model_type(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
-    return None if model is None else getattr(model.hf_config, "model_type", None)
+    return getattr(getattr(model, "hf_config", None), "model_type", None)
 
 
 @seam(checked=CHECKED, ends="never: an engine has a model")
