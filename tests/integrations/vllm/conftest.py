@@ -39,7 +39,7 @@ def run_jobs(vllm_root: Path, tmp_path_factory: pytest.TempPathFactory):
         (folder / "jobs.json").write_text(json.dumps(jobs))
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment
         command = [sys.executable, str(CHILD), str(folder / "jobs.json"), str(folder / "results.json")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880, check=False)
         log = done.stdout + done.stderr
         assert done.returncode == 0, log[-4000:]
         return json.loads((folder / "results.json").read_text()), log

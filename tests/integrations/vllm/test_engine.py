@@ -10,7 +10,7 @@ import torch
 
 from sparse_mla.integrations.vllm import trace
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 REFUSAL = "NotImplementedError: Sparse Attention is not supported on CPU."
 LENGTH = 2100

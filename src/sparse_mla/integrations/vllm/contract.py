@@ -131,7 +131,7 @@ def _accepts(node: ast.Module | _Definition, name: str) -> bool:
 
 
 def _expressions(node: ast.AST) -> set[str]:
-    """Every name and attribute in the definition as text, every keyword as ``name=``, and names defined inside."""
+    """Every name and attribute in the definition as text, every keyword as ``name=``, and definitions and imports."""
     texts: set[str] = set()
     for item in ast.walk(node):
         if isinstance(item, (ast.Attribute, ast.Name)):
@@ -140,4 +140,6 @@ def _expressions(node: ast.AST) -> set[str]:
             texts.add(f"{item.arg}=")
         elif isinstance(item, _Definition):
             texts.add(item.name)
+        elif isinstance(item, ast.ImportFrom):
+            texts.add(f"from {item.module}")
     return texts

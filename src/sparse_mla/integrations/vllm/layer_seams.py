@@ -132,6 +132,8 @@ def take_index_cache(k_cache: Any, width: int, dtype: torch.dtype, backend: type
             name="Indexer.forward",
             mentions=("self.indexer_op", "per_token_group_quant_fp8", "weights", "q_scale", "self.softmax_scale"),
         ),
+        # Where CPUs get their DSA models from; CUDA and ROCm have modules of their own, which bypass this seam.
+        Demand(file="models/deepseek_v32/__init__.py", mentions=("from vllm.model_executor.models.deepseek_v2",)),
         Demand(file=_INDEXER_MODEL, name="DeepseekV2MLAAttention.__init__", mentions=("indexer=", "self.indexer")),
         Demand(
             file="model_executor/layers/mla.py", name="MultiHeadLatentAttentionWrapper.__init__", mentions=("indexer=",)
