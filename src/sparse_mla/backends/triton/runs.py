@@ -33,3 +33,17 @@ def runs(batch: BatchLayout, *, strict: bool) -> Iterator[Run]:
         stop += length
     if batch.num_tokens > start:
         yield Run(start, batch.num_tokens, prefill)
+
+
+def requests_per_tile(query_lens: tuple[int, ...], run: Run, rows: int) -> int:
+    """The most requests whose tokens meet in one tile of ``rows`` rows, counted from the start of a run."""
+    most, start = 1, 0
+    here: dict[int, int] = {}
+    for length in query_lens:
+        first, last = max(start, run.start) - run.start, min(start + length, run.stop) - run.start - 1
+        if first <= last:
+            for tile in {first // rows, last // rows}:
+                here[tile] = here.get(tile, 0) + 1
+                most = max(most, here[tile])
+        start += length
+    return most + (start < run.stop)  # padding at the end may share the last tile

@@ -122,83 +122,81 @@ def score_tiles(
     ENCODING: tl.constexpr,
     QUERY_ENCODING: tl.constexpr,
     OPERAND: tl.constexpr,
+    SEVERAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Rows [first_row, stop_row): a tile of KEYS keys (axis 0) by a tile of ROWS rows (axis 1), head after head.
 
+    Axis 2 counts the requests whose rows meet in one row tile; the rule is one. There is no loop over them, because
+    what the compiler would keep in registers across it costs a third of the programs that fit.
     With STRIDE 0 all keys are scored and the candidates kept; else one key in STRIDE, and its score stored.
     """
     index = tl.arange(0, ROWS)
-    local = tl.program_id(1) * ROWS + index
-    row = (first_row + local).to(tl.int64)
-    real = row < stop_row
-    request_of = tl.load(requests + row, mask=real, other=-1)
-    visible = tl.load(visible_lens + row, mask=real & (request_of >= 0), other=0)
+    base = tl.program_id(1) * ROWS
+    row = first_row + base + index
+    mine = row < stop_row
+    request_of = tl.load(requests + row, mask=mine, other=-1)
+    request = tl.load(requests + first_row + base)
+    if SEVERAL:
+        before = tl.load(requests + row - 1, mask=mine & (index > 0), other=-1)
+        mine = mine & (tl.cumsum(((request_of != before) & (index > 0)).to(tl.int32), 0) == tl.program_id(2))
+        request = tl.max(tl.where(mine, request_of, -1), 0)
+    visible = tl.load(visible_lens + row, mask=mine & (request_of >= 0), other=0)
     visible = tl.minimum(visible, table_width * BLOCK_SIZE)
     number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    nearest = tl.program_id(0) * KEYS
+    position = number
     if STRIDE:
         visible = tl.where(visible <= CAPACITY, 0, visible)
         position = sampled_position(number, STRIDE)
-    else:
-        position = number
-    nearest = tl.min(position, 0)
-    asked_at = query + (first_row + tl.program_id(1) * ROWS).to(tl.int64) * query_stride * DIM
+        nearest = nearest * STRIDE
+    reach = tl.max(visible, 0)
+    if reach <= nearest:
+        return
+    keys, key_scale = load_keys(
+        values,
+        scale,
+        block_table + request.to(tl.int64) * table_stride,
+        block_stride,
+        scale_block_stride,
+        position,
+        position < reach,
+        ROW_STRIDE,
+        BLOCK_SIZE,
+        DIM,
+        UNIT,
+        SCALED,
+        ENCODING,
+        OPERAND,
+    )
+    turned = tl.trans(keys)
+    total = tl.zeros((ROWS, KEYS), tl.float32)
+    asked_at = query + (first_row + base).to(tl.int64) * query_stride * DIM
     asked_at = asked_at + (index * query_stride * DIM)[:, None] + tl.arange(0, DIM)[None, :]
-    weight_at = weights + row * weight_stride
-    last = tl.load(requests + tl.minimum(first_row + (tl.program_id(1) + 1) * ROWS, stop_row) - 1)
-    begin = 0
-    while begin < ROWS:
-        request = tl.load(requests + first_row + tl.program_id(1) * ROWS + begin)
-        mine = request_of == request
-        reach = tl.max(tl.where(mine, visible, 0), 0)
-        if reach > nearest:
-            keys, key_scale = load_keys(
-                values,
-                scale,
-                block_table + request.to(tl.int64) * table_stride,
-                block_stride,
-                scale_block_stride,
-                position,
-                position < reach,
-                ROW_STRIDE,
-                BLOCK_SIZE,
-                DIM,
-                UNIT,
-                SCALED,
-                ENCODING,
-                OPERAND,
-            )
-            turned = tl.trans(keys)
-            total = tl.zeros((ROWS, KEYS), tl.float32)
-            for head in tl.range(0, HEADS, num_stages=STAGES):
-                asked = tl.load(asked_at + head * DIM, mask=mine[:, None], other=0.0)
-                asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
-                product = tl.dot(asked, turned, input_precision="ieee")
-                weight = tl.load(weight_at + head, mask=mine, other=0.0)
-                total += tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
-            score = total * key_scale[None, :]
-            shown = tl.where(mine, visible, 0)[:, None]
-            if STRIDE:
-                target = pool + (local * SAMPLES)[:, None] + number[None, :]
-                tl.store(target, score, mask=(position[None, :] < shown) & (number < SAMPLES)[None, :])
-            else:
-                limit = tl.load(limits + local, mask=mine, other=0.0)
-                limit_position = tl.load(limit_positions + local, mask=mine, other=0)
-                tickets = (kept + local * COUNTER_WORDS)[:, None] + tl.zeros((ROWS, KEYS), tl.int32)
-                start = (local * CAPACITY)[:, None]
-                keep(
-                    score,
-                    position[None, :],
-                    shown,
-                    limit[:, None],
-                    limit_position[:, None],
-                    tickets,
-                    candidates,
-                    start,
-                    CAPACITY,
-                )
-        # Rows of one request follow each other, so one request is the rule and the rest of the tile is done.
-        begin = ROWS if request == last else tl.min(tl.where((index > begin) & (request_of != request), index, ROWS), 0)
+    weight_at = weights + (first_row + base).to(tl.int64) * weight_stride + index * weight_stride
+    for head in tl.range(0, HEADS, num_stages=STAGES):
+        asked = tl.load(asked_at + head * DIM, mask=mine[:, None], other=0.0)
+        asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
+        product = tl.dot(asked, turned, input_precision="ieee")
+        weight = tl.load(weight_at + head, mask=mine, other=0.0)
+        total += tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
+    score = total * key_scale[None, :]
+    local = base + index
+    if STRIDE:
+        target = pool + (local * SAMPLES)[:, None] + number[None, :]
+        tl.store(target, score, mask=(position[None, :] < visible[:, None]) & (number < SAMPLES)[None, :])
+    else:
+        keep(
+            score,
+            position[None, :],
+            visible[:, None],
+            tl.load(limits + local, mask=mine, other=0.0)[:, None],
+            tl.load(limit_positions + local, mask=mine, other=0)[:, None],
+            (kept + local * COUNTER_WORDS)[:, None] + tl.zeros((ROWS, KEYS), tl.int32),
+            candidates,
+            (local * CAPACITY)[:, None],
+            CAPACITY,
+        )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ...workspace import Workspace, packed_bytes
 from .launch import launch
 from .operands import TRITON_TYPES, empty_view, readable, row_stride, rows_of, torch_dtype
 from .pick import pick, pick_failed, set_limits, sort_rows
-from .runs import Run, runs
+from .runs import Run, requests_per_tile, runs
 from .scores import score_rows, score_tiles
 from .scratch import candidates, pass_rows, power_of_two, sample_rank, sample_stride, samples, select_buffers
 from .tuning import DECODE_THRESHOLD, operand, row_score_tile, score_tile
@@ -39,6 +39,7 @@ class _Inputs(NamedTuple):
     strides: tuple[int, ...]
     facts: dict[str, Any]
     operand: str
+    query_lens: tuple[int, ...]
 
 
 class Select:
@@ -58,14 +59,16 @@ class Select:
         workspace.reserve(packed_bytes(specs))
         view = empty_view(problem.index, problem.index_block_size, where)
         nan_rows = torch.zeros(1, dtype=torch.int32, device=where)
-        for rows in (1, DECODE_THRESHOLD + 1):
+        many = DECODE_THRESHOLD + 1
+        for query_lens in ((1,), (many,), (many, many)):
+            rows = sum(query_lens)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
             batch = BatchLayout(
                 req_id_per_token=nobody,
                 visible_lens=nobody,
-                block_table=torch.zeros(1, 1, dtype=torch.int32, device=where),
-                query_lens=(rows,),
-                seq_lens=(problem.max_model_len,),
+                block_table=torch.zeros(len(query_lens), 1, dtype=torch.int32, device=where),
+                query_lens=query_lens,
+                seq_lens=(problem.max_model_len,) * len(query_lens),
             )
             out = torch.empty(rows, dims.index_topk, dtype=torch.int32, device=where)
             weights = torch.zeros(rows, dims.index_n_heads, device=where)
@@ -136,6 +139,7 @@ class Select:
                 "OPERAND": TRITON_TYPES[multiplied],
             },
             operand=multiplied,
+            query_lens=batch.query_lens,
         )
 
     def _keep(self, run: Run, inputs: _Inputs, longest: int, scratch: Mapping[str, torch.Tensor]) -> None:
@@ -176,16 +180,17 @@ class Select:
     ) -> None:
         rows = run.stop - run.start
         if run.prefill:
-            tile, kernel, facts = score_tile(inputs.operand, self._device), score_tiles, {}
-            group = tile.rows
-            grid = (-(-keys // tile.keys), -(-rows // group))
+            tile, kernel = score_tile(inputs.operand, self._device), score_tiles
+            group, several = tile.rows, requests_per_tile(inputs.query_lens, run, tile.rows)
+            facts = {"SEVERAL": several > 1}
+            grid = (-(-keys // tile.keys), -(-rows // group), several)
         else:
             tile, kernel = row_score_tile(inputs.operand, self._device), score_rows
             facts = {"HEADS_PADDED": self._heads_padded}
             group = tile.rows if self._problem.deterministic else 1
             groups = -(-rows // group)
             most = max(1, _PROGRAMS_PER_UNIT * self._device.units // groups)
-            grid = (min(-(-keys // tile.keys), most), groups)
+            grid = (min(-(-keys // tile.keys), most), groups, 1)
         launch(
             kernel,
             grid,
