@@ -14,7 +14,9 @@ from ..reference import attend as reference_attend
 from ..reference import select as reference_select
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from ..errors import SparseMLAError
 
 UNIT = 2.0**-24
 
@@ -45,6 +47,15 @@ def require(condition: object, message: str) -> None:
     """Fail with ``message`` unless the condition holds."""
     if not condition:
         raise ConformanceError(message)
+
+
+def refusal(call: Callable[[], object], error: type[SparseMLAError], what: str) -> str:
+    """The message with which ``call`` refuses; fail when it does not."""
+    try:
+        call()
+    except error as refused:
+        return str(refused)
+    raise ConformanceError(f"{what} was accepted")
 
 
 def first_difference(what: str, got: torch.Tensor, wanted: torch.Tensor) -> Difference | None:

@@ -1,0 +1,17 @@
+"""One thread for torch and no spinning: the gate shares two cores, and bits must not hang on their number."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+from sparse_mla.testing.plugin import add_options
+
+with mock.patch.dict(os.environ, {"OMP_WAIT_POLICY": "passive"}):  # read once, when torch loads its thread pool
+    import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    add_options(parser)
