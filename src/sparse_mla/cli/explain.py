@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..doctor import report
 from ..doctor.knowledge import find, load
 from .doctor import draw
-from .render import console, emit_json, table
+from .render import console, emit_json
 
 if TYPE_CHECKING:
     import argparse
@@ -40,6 +40,6 @@ def _list(form: str) -> int:
         ]
         emit_json({"schema": "sparse-mla/explain/1", "ok": True, "findings": [], "defects": entries})
     elif form == "human":
-        rows = [(item.id, item.severity, item.title) for item in defects]
-        console().print(table(f"{len(rows)} known defects", ("id", "severity", "title"), rows))
+        lines = tuple(f"{item.id:<42} {item.severity:<13} {item.title}" for item in defects)
+        draw([report.Section(title=f"{len(lines)} known defects", lines=lines)], console())
     return 0

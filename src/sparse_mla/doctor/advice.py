@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from .. import envs
 from ..errors import NotCheckableError, UsageError
-from . import candidates, child, environment, flags, longprefill, ours, source
+from . import candidates, child, environment, longprefill, ours, source
 from .audit import SOUND, audit
 from .facts import LOG_FACTS, Facts, device_facts, from_config, from_environment, from_log, from_machine, plugin_mode
 from .findings import Evidence, Finding, Standing, judge, offered
+from .flags import Options
 from .knowledge import load
 from .logs import scan
 
@@ -110,11 +112,13 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
         of_log=facts.of_log,
         hits=None if report is None else {hit.key: hit for hit in report.hits},
         probes=_probes_for_log(probes, tree, facts) or None,
-        flags=flags.known(tree) if tree is not None else None,
+        flags=Options(tree) if tree is not None else None,
         offered=offers.refusal if offers is not None else None,
+        model=question.model or "",
         plugin_range=plugin.supports if plugin else "",
     )
     findings, covered = _split_covered(judge(load(), evidence), facts, question)
+    facts.notes += _variable_notes()
     well = [*covered, *_well(findings, probes, facts)]
     notes = [
         *facts.notes,
@@ -176,6 +180,7 @@ def _facts(
         facts.add("assumed", {"dsa": True})
     if tree is not None and tree.origin == "given":
         facts.add("source", {"engine": "vllm", "version:vllm": tree.version or None})
+        packages = {name: version for name, version in packages.items() if name not in source.DISTRIBUTIONS}
     facts.add("shell", from_environment())
     facts.add(
         "packages", {k: v for k, v in from_machine(here, packages).items() if k.startswith(("version:", "engine"))}
@@ -239,6 +244,19 @@ def _well(findings: Sequence[Finding], probes: dict[str, Probe], facts: Facts) -
         and defect.id not in found
         and defect.applies(facts.values, versions=False) is not False
     ]
+
+
+def _variable_notes() -> list[str]:
+    """SPARSE_MLA_* variables of this shell that no command would accept."""
+    return [note for variable in envs.VARIABLES if (note := _variable_note(variable.name))]
+
+
+def _variable_note(name: str) -> str:
+    try:
+        envs.get(name)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _check_seams(tree: SourceTree, plugin: Plugin, well: list[str], notes: list[str]) -> None:

@@ -175,7 +175,8 @@ def packages() -> dict[str, str]:
             except (metadata.PackageNotFoundError, OSError, ValueError, KeyError):
                 continue
             if version:
-                found[name] = version
+                # Both names: a build's own name tells what it can do.
+                found |= {name: version, distribution: version}
                 break
     return found
 

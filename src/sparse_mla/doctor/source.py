@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import stat
 import warnings
+from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,44 +31,36 @@ class SourceTree:
         self.version = version
         self.origin = origin
         self.problems: list[str] = []
-        self._trees: dict[str, ast.Module | None] = {}
-        self._indices: dict[str, _Names] = {}
+        self._files: dict[str, _File] = {}
 
     def tree(self, path: str) -> ast.Module | None:
         """Syntax tree of ``path`` below the root, or None when there is no such file or it cannot be parsed."""
-        if path not in self._trees:
-            self._trees[path] = self._parse(path)
-        return self._trees[path]
+        return self._file(path).tree
 
-    def _parse(self, path: str) -> ast.Module | None:
+    def _file(self, path: str) -> _File:
+        if path not in self._files:
+            self._files[path] = self._read(path)
+            if self._files[path].problem:
+                self.problems.append(f"{path}: {self._files[path].problem}")
+        return self._files[path]
+
+    def _read(self, path: str) -> _File:
         file = self.root / path
         try:
             facts = file.stat()
         except (OSError, ValueError):
-            return None
+            return _File(None, "")
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > _MAX_FILE_BYTES:
-            self.problems.append(f"{path}: not a regular file of at most {_MAX_FILE_BYTES} bytes")
-            return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self.problems.append(f"{path}: cannot be parsed ({type(error).__name__})")
-            return None
+            return _File(None, f"not a regular file of at most {_MAX_FILE_BYTES} bytes")
+        return _parse(file, facts.st_mtime_ns, facts.st_size)
 
     def function(self, path: str, name: str) -> ast.FunctionDef | None:
         """The first function or method called ``name`` in ``path``."""
-        return self._names(path).functions.get(name)
+        return self._file(path).functions.get(name)
 
     def klass(self, path: str, name: str) -> ast.ClassDef | None:
         """The first class called ``name`` in ``path``."""
-        return self._names(path).classes.get(name)
-
-    def _names(self, path: str) -> _Names:
-        if path not in self._indices:
-            self._indices[path] = _Names(self.tree(path))
-        return self._indices[path]
+        return self._file(path).classes.get(name)
 
     def resolve(self, path: str, name: str) -> tuple[str, ast.ClassDef] | None:
         """The class that ``name`` means in ``path``: defined there, or imported from another module of the package."""
@@ -82,7 +75,7 @@ class SourceTree:
         return None
 
     def _imported_from(self, path: str, name: str) -> tuple[str, str] | None:
-        module, original = self._names(path).imports.get(name, ("", ""))
+        module, original = self._file(path).imports.get(name, ("", ""))
         target = self.module_path(module)
         return (target, original) if target else None
 
@@ -108,10 +101,12 @@ class SourceTree:
         return found
 
 
-class _Names:
-    """What a file defines and imports, anywhere in it, by name; the first of each name."""
+class _File:
+    """One parsed file, and what it defines and imports anywhere in it, by name; the first of each name."""
 
-    def __init__(self, tree: ast.Module | None) -> None:
+    def __init__(self, tree: ast.Module | None, problem: str) -> None:
+        self.tree = tree
+        self.problem = problem
         self.functions: dict[str, ast.FunctionDef] = {}
         self.classes: dict[str, ast.ClassDef] = {}
         self.imports: dict[str, tuple[str, str]] = {}
@@ -123,6 +118,16 @@ class _Names:
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 for alias in node.names:
                     self.imports.setdefault(alias.asname or alias.name, (node.module, alias.name))
+
+
+@lru_cache(maxsize=32)
+def _parse(file: Path, _changed: int, _size: int) -> _File:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _File(ast.parse(file.read_bytes()), "")
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _File(None, f"cannot be parsed ({type(error).__name__})")
 
 
 def _base_name(node: ast.expr) -> str:
