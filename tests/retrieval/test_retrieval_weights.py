@@ -81,6 +81,19 @@ def test_the_indexer_of_layer_0_keeps_the_neighbourhood_with_fp8_keys():
         assert {last, last - 1, last - 2, last - 3, last - 4} <= set(ranks)
 
 
+def test_index_keys_of_layer_1_are_signs_that_fp8_keeps():
+    weights = retrieval.retrieval_weights()
+    hidden = torch.zeros(1024, retrieval.HIDDEN)
+    codes = weights["model.embed_tokens.weight"][:, : retrieval.CODE]
+    hidden[:, retrieval._BACK] = torch.stack([codes.roll(shift, 0) for shift in range(1, 5)], 1).flatten(1)
+    indexer = "model.layers.1.self_attn.indexer."
+    keys = torch.nn.functional.layer_norm(
+        hidden @ weights[indexer + "wk.weight"].T, (128,), weights[indexer + "k_norm.weight"], eps=1e-6
+    )
+    coded, scale = quantize_index_q(keys[:, None], "fp8")
+    assert torch.equal(coded.float()[:, 0, 64:] * scale, torch.cat((codes.roll(1, 0), codes.roll(2, 0)), 1))
+
+
 def test_planted_prompts_have_their_length_and_their_facts_where_they_belong():
     planted = plant(4096, [0, 0.5, 1])
     assert len(planted.tokens) == 4096

@@ -11,20 +11,22 @@ A token is one of 1,024 numbers m of 10 bits. Its code is the word of m in a lin
 extended double-error-correcting BCH code), as signs: two different codes agree to at most a quarter, so a context that
 differs in one token of four scores at least 0.75 token lower, whatever the prompt. docs/retrieval-model.md has the sums.
 
-Only rope tells layer 0 where tokens stand and only codes tell layers 1 and 2, so distance does not matter to recall.
+Layer 0 knows nothing but distance and layers 1 and 2 nothing but codes, so how far away a fact stands does not matter.
+
+    python -m sparse_mla.testing.retrieval FOLDER [--index-topk 512] [--seed 0]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .planted import endpoint_style
 from .words import END, STOP, VOCABULARY, tokenizer_files
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 CONTEXT = 4
@@ -294,7 +296,11 @@ def _find_matches(orders: list[torch.Tensor], *, carries: int) -> dict[str, torc
 
 
 def _index_matches() -> dict[str, torch.Tensor]:
-    """Indexer of layer 1: head h compares the query's token h back with the key's token h + 1 back, without rope."""
+    """Indexer of layer 1: head h compares the query's token h back with the key's token h + 1 back, without rope.
+
+    The 64 entries under rope, which no query reads, hold the negative of the others: so the LayerNorm of a key finds mean
+    0 and variance 1 and leaves its signs as they are.
+    """
     import torch
 
     queries = torch.zeros(INDEX_HEADS, INDEX_DIM, NOPE)
@@ -303,10 +309,25 @@ def _index_matches() -> dict[str, torch.Tensor]:
         own, place = slice(head * CODE, (head + 1) * CODE), slice(ROPE + head * CODE, ROPE + (head + 1) * CODE)
         queries[head, place, own] = torch.eye(CODE)
         keys[place, _BACK] = torch.eye(NOPE)[own]
+    keys[:ROPE] = -keys[ROPE:]
     return {
         "wq_b.weight": queries.flatten(0, 1),
         "wk.weight": keys,
-        "k_norm.weight": torch.full((INDEX_DIM,), (INDEX_HEADS * CODE / INDEX_DIM) ** 0.5),
+        "k_norm.weight": torch.ones(INDEX_DIM),
         "k_norm.bias": torch.zeros(INDEX_DIM),
         "weights_proj.weight": _head_weights(),
     }
+
+
+def main() -> None:
+    """Write the model into a folder, for a server to serve."""
+    parser = argparse.ArgumentParser(description="Write the retrieval model into a folder.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--index-topk", type=int, default=retrieval_config()["index_topk"])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    write_retrieval_model(options.folder, seed=options.seed, index_topk=options.index_topk)
+
+
+if __name__ == "__main__":
+    main()
