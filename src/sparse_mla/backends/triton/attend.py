@@ -370,7 +370,7 @@ class Attend:
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
-            STAGES=tile.stages,
+            STAGES=tile.split_stages if split else tile.stages,
             num_warps=tile.warps,
         )
         if split:

@@ -201,7 +201,7 @@ class Select:
             ROWS=group,
             KEYS=tile.keys,
             STAGES=tile.stages,
-            num_warps=tile.warps,
+            **tile.options,
         )
 
     def _pick(
@@ -244,7 +244,7 @@ class Select:
             out_stride,
             TOPK=topk,
             TOPK_PADDED=padded,
-            num_warps=max(1, min(8, padded // 512)),
+            num_warps=max(1, min(16, padded // 128)),
         )
         if longest <= self._capacity:
             return

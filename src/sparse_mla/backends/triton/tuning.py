@@ -20,22 +20,32 @@ _ROOMY = 160 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTile:
-    """One product of select: ``rows`` query rows by ``keys`` index keys."""
+    """One product of select: ``rows`` query rows by ``keys`` index keys; ``registers`` of a thread at most, 0 for any."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttendTile:
-    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows."""
+    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows.
+
+    ``split_stages`` is for calls too small to fill the device, where each program must hide its own latency. Stages
+    change no bit.
+    """
 
     heads: int
     keys: int
     warps: int
     stages: int
+    split_stages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +81,8 @@ def score_tile(operand: str, device: Device) -> ScoreTile:
         return ScoreTile(rows=32, keys=64, warps=4, stages=1)
     if device.kind == "rocm":
         return ScoreTile(rows=64, keys=64, warps=4, stages=2)
-    return ScoreTile(rows=64, keys=128, warps=4, stages=3)
+    # On Hopper 168 registers let three programs share a multiprocessor; what spills does so after the loop.
+    return ScoreTile(rows=64, keys=128, warps=4, stages=3, registers=168 if device.arch == "sm90" and operand == "fp8" else 0)
 
 
 def row_score_tile(operand: str, device: Device) -> ScoreTile:
@@ -84,16 +95,18 @@ def attend_tile(problem: Problem, device: Device) -> AttendTile:
     """Heads are padded to the smallest tile that the matrix units take, never the problem to 64."""
     heads, roomy = problem.dims.num_heads, device.shared_bytes > _ROOMY
     if problem.dtype == "f32" or problem.latent.encoding == "f32":
-        return AttendTile(heads=16, keys=16, warps=4, stages=1)
+        return AttendTile(heads=16, keys=16, warps=4, stages=1, split_stages=1)
+    small = heads <= 16
     if device.kind == "rocm":
-        return AttendTile(heads=16 if heads <= 16 else 32, keys=32 if roomy else 16, warps=4, stages=1)
+        keys = 32 if roomy else 16
+        return AttendTile(heads=16 if small else 32, keys=keys, warps=4, stages=1, split_stages=1)
     if not roomy:
-        return AttendTile(heads=16 if heads <= 16 else 32, keys=32, warps=4 if heads <= 16 else 8, stages=2)
-    if heads <= 16:
-        return AttendTile(heads=16, keys=64, warps=4, stages=4)
+        return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, split_stages=3)
+    if small:
+        return AttendTile(heads=16, keys=64, warps=4, stages=3, split_stages=4)
     if heads <= 32:
-        return AttendTile(heads=32, keys=64, warps=8, stages=2)
-    return AttendTile(heads=64, keys=64, warps=8, stages=2)
+        return AttendTile(heads=32, keys=32, warps=4, stages=3, split_stages=4)
+    return AttendTile(heads=64, keys=64, warps=8, stages=3, split_stages=3)
 
 
 def attend_split(problem: Problem, device: Device) -> AttendSplit:
