@@ -145,7 +145,8 @@ def indexer_schedule(fields: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _letters(key: str, value: str | Sequence[str], meaning: Mapping[str, bool], layers: int) -> tuple[bool, ...]:
-    if not isinstance(value, (str, list, tuple)) or any(item not in meaning for item in value):
+    letters = value if isinstance(value, (str, list, tuple)) else [None]
+    if not all(isinstance(letter, str) and letter in meaning for letter in letters):
         raise ConfigError(f"config key {key}", needs=f"only {' and '.join(meaning)}", got=str(value)[:60])
     if len(value) < layers:
         raise ConfigError(f"config key {key}", needs=f"{layers} layers", got=len(value))
