@@ -34,7 +34,8 @@ def verify(capfd, monkeypatch):
     def run(*arguments: str, lengths: str = "2000,4000", form: str = "json") -> Result:
         capfd.readouterr()
         given = [] if lengths is None else ["--lengths", lengths]
-        code = main(["verify", *arguments, *given, "--index-topk", "512", "--format", form])
+        topk = [] if "--index-topk" in arguments else ["--index-topk", "512"]
+        code = main(["verify", *arguments, *given, *topk, "--format", form])
         captured = capfd.readouterr()
         return Result(code, captured.out, captured.err)
 

@@ -240,11 +240,7 @@ def report(done: Run) -> Report:
         proved=tuple(proved),
         not_proved=tuple(not_proved),
         seconds=done.seconds,
-        fixes={check.id: _FIX for check in checks},
     )
-
-
-_FIX = "Report the verdict with --report; run `sparse-mla doctor` on the server's log for known causes."
 
 
 def _check(trial: Trial) -> Check:
