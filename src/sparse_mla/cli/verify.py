@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _operators(args: argparse.Namespace) -> Report:
-    _require_torch()
+    if find_spec("torch") is None:
+        raise NotCheckableError("torch is not installed", hint='Run: pip install "sparse-mla[torch]"')
     from ..verify.operators import CHUNK_TOKENS, GLM_51_TP4, LENGTHS, OperatorOptions, quick, verify_operators
     from ..verify.progress import Steps
 
@@ -98,17 +100,41 @@ def _operators(args: argparse.Namespace) -> Report:
         complete=args.all_rows or args.device != "cpu",
     )
     with Steps(quiet=args.format == "quiet") as steps:
-        return verify_operators(quick(options) if args.quick else options, steps)
+        report = verify_operators(quick(options) if args.quick else options, steps)
+    return replace(report, not_checked=(f"engine ({_why_no_engine()})",))
 
 
-def _require_torch() -> None:
-    if find_spec("torch") is None:
-        raise NotCheckableError("torch is not installed", hint='Run: pip install "sparse-mla[torch]"')
+def _why_no_engine() -> str:
+    from ..integrations.vllm.seams import SUPPORTED
+    from ..verify.engine import installed_engine
+
+    try:
+        installed_engine(SUPPORTED)
+    except NotCheckableError as missing:
+        return str(missing)
+    return "not asked for: sparse-mla verify --engine vllm --model tiny"
 
 
 def _engine(args: argparse.Namespace) -> Report:
-    _require_torch()
-    raise NotCheckableError("engine")
+    from ..integrations.vllm.seams import SUPPORTED
+    from ..verify.engine import CHUNK_TOKENS, LENGTHS, EngineOptions, quick, verify_engine
+    from ..verify.progress import Steps
+
+    if args.model is None:
+        raise UsageError("--engine", needs="--model DIR, or --model tiny for a generated one", got="none")
+    for option, given in (("--all-rows", args.all_rows), ("--device", args.device != "cpu"), ("--tp", args.tp != 1)):
+        if given:
+            raise UsageError(option, needs="the operator target", got=f"--engine {args.engine}")
+    options = EngineOptions(
+        model=args.model,
+        supported=SUPPORTED,
+        lengths=LENGTHS if args.lengths is None else whole_numbers("--lengths", args.lengths),
+        chunk_tokens=CHUNK_TOKENS if args.chunk_tokens is None else whole_numbers("--chunk-tokens", args.chunk_tokens),
+        backend=args.backend,
+        seed=args.seed,
+    )
+    with Steps(quiet=args.format == "quiet") as steps:
+        return verify_engine(quick(options) if args.quick else options, steps)
 
 
 def _show(report: Report) -> None:
@@ -120,7 +146,11 @@ def _show(report: Report) -> None:
     for check in failed:
         out.print(f"FAULT {check.id}: {check.case}: {check.what}: {check.detail}", markup=False)
     _show_facts(out, report.facts)
-    for word, lines in (("proved", report.proved), ("not proved", report.not_proved)):
+    for word, lines in (
+        ("proved", report.proved),
+        ("not proved", report.not_proved),
+        ("not checked", report.not_checked),
+    ):
         for line in lines:
             out.print(f"{word}: {line}", markup=False)
     verdict = (
@@ -131,13 +161,16 @@ def _show(report: Report) -> None:
 
 def _show_case(out: Console, case: Mapping[str, Any]) -> None:
     """A row for each plan, a column for each stage: the first digits of its hash."""
-    stages, first, looked = list(case["stages"]), case["plans"][0]["sha256"], case["rows"]
-    title = f"{case['case']}: {looked['query']:,} query rows, {looked['reference']} of them against the reference"
+    stages, first = list(case["stages"]), case["plans"][0]["sha256"]
+    title, looked = case["case"], case.get("rows")
+    if looked:
+        title += f": {looked['query']:,} query rows, {looked['reference']} of them against the reference"
     rows = [
         [plan["name"], plan["calls"], *(_cell(plan["sha256"][stage], first[stage]) for stage in stages)]
         for plan in case["plans"]
     ]
-    out.print(table(title, ["chunk plan", "calls", *(stage.replace(" cache", "") for stage in stages)], rows))
+    columns = [stage.replace("cache", "").strip(" _") for stage in stages]
+    out.print(table(title, ["chunk plan", "calls", *columns], rows))
 
 
 def _cell(value: str, first: str) -> str:
@@ -147,5 +180,7 @@ def _cell(value: str, first: str) -> str:
 def _show_facts(out: Console, facts: Mapping[str, Any]) -> None:
     stages = ", ".join(f"{stage} {item['backend']} ({item['mode']})" for stage, item in facts["stages"].items())
     scratch = facts["scratch"]
-    used = f"{human_bytes(scratch['touched_bytes'])} of {human_bytes(scratch['planned_bytes'])} planned"
+    used = f"{human_bytes(scratch['planned_bytes'])} planned"
+    if "touched_bytes" in scratch:
+        used = f"{human_bytes(scratch['touched_bytes'])} of {used}"
     out.print(f"{facts['device']['arch']}: {stages}; index_topk {facts['index_topk']}; scratch {used}", markup=False)

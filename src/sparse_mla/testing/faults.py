@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..attention import SparseMLA
 from ..backends.eager import select
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..cache import CacheView
 
 _TILE = 64
+_BIG = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,8 @@ class Fault:
 
 
 @contextmanager
-def _patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Let ``owner.name`` be ``replacement`` inside the context."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:
@@ -63,7 +66,7 @@ def _tie_order_by_tile() -> Iterator[None]:
         mirrored, only_nan = pick(scores.flip(0), topk)
         return (scores.numel() - 1 - mirrored).flip(0), only_nan
 
-    with _patched(select.Select, "_score", watched), _patched(select, "pick", untied):
+    with patched(select.Select, "_score", watched), patched(select, "pick", untied):
         yield
 
 
@@ -78,7 +81,7 @@ def _causal_limit_off_by_one() -> Iterator[None]:
         visible = torch.where(batch.visible_lens > 0, batch.visible_lens + 1, 0)
         call(kernel, q, weights, view, replace(batch, visible_lens=visible), *rest)
 
-    with _patched(select.Select, "__call__", widened):
+    with patched(select.Select, "__call__", widened):
         yield
 
 
@@ -93,25 +96,51 @@ def _stale_gather() -> Iterator[None]:
             gather_keys(view, blocks, span, scratch)
         last[0] = key
 
-    with _patched(select, "_gather_keys", reused):
+    with patched(select, "_gather_keys", reused):
         yield
 
 
-def _instead_of_pick(wrong: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
-    """A fault that selects ``wrong(right positions, number of visible keys)`` in place of the right positions."""
+def _wrong_answer(wrong: Callable[[_Answer], torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
+    """A fault of any backend: the right indices are replaced by ``wrong`` ones, as many in each row."""
 
     @contextmanager
     def inject() -> Iterator[None]:
-        pick = select.pick
+        right = SparseMLA.select
 
-        def replaced(scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, bool]:
-            right, only_nan = pick(scores, topk)
-            return wrong(right, scores.numel()), only_nan
+        def replaced(
+            operator: SparseMLA,
+            q: torch.Tensor,
+            weights: torch.Tensor,
+            view: CacheView,
+            batch: BatchLayout,
+            *rest: Any,
+            **named: Any,
+        ) -> torch.Tensor:
+            out = right(operator, q, weights, view, batch, *rest, **named)
+            column, unused = torch.arange(out.shape[1], device=out.device), out < 0
+            selected = (~unused).sum(1, keepdim=True)
+            out.copy_(wrong(_Answer(out, column, selected, batch.visible_lens[:, None])).masked_fill(unused, -1))
+            return out
 
-        with _patched(select, "pick", replaced):
+        with patched(SparseMLA, "select", replaced):
             yield
 
     return inject
+
+
+class _Answer(NamedTuple):
+    """``indices [T, K]`` as selected, column numbers ``[K]``, and of each row ``[T, 1]`` how many it selected and sees."""
+
+    indices: torch.Tensor
+    column: torch.Tensor
+    selected: torch.Tensor
+    visible: torch.Tensor
+
+
+def _successors(answer: _Answer) -> torch.Tensor:
+    """Each selected position plus one, the last visible one going to 0; ascending, as selections are."""
+    moved = torch.where(answer.indices < 0, _BIG, (answer.indices + 1) % answer.visible.clamp(min=1))
+    return moved.sort(1).values
 
 
 CHUNKING = (
@@ -141,21 +170,21 @@ WRONG_SELECTIONS = (
         name="last-k",
         what="the most recent index_topk tokens are selected",
         stage="select",
-        inject=_instead_of_pick(lambda right, visible: torch.arange(visible - right.numel(), visible)),
+        inject=_wrong_answer(lambda answer: answer.visible - answer.selected + answer.column),
     ),
     Fault(
         name="first-k",
         what="the first index_topk tokens are selected",
         stage="select",
-        inject=_instead_of_pick(lambda right, _visible: torch.arange(right.numel())),
+        inject=_wrong_answer(lambda answer: answer.column.expand_as(answer.indices)),
     ),
     Fault(
         name="shifted-by-one",
-        what="the successor of each token that should be selected",
+        what="the successor of each token that should be selected is",
         stage="select",
-        inject=_instead_of_pick(lambda right, visible: ((right + 1) % visible).sort().values),
+        inject=_wrong_answer(_successors),
     ),
 )
-"""Selections that are wrong in every row which sees more than index_topk tokens: a control must notice them."""
+"""Selections that are wrong in every row which sees more than index_topk tokens, on any backend: controls."""
 
 FAULTS = (*CHUNKING, *WRONG_SELECTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = "sparse-mla/verify/1"
+_REPORT = "Report it with this JSON: the evidence names the first wrong row."
+_FIXES = {
+    "write": f"Compare row layout and write rule with docs/cache-formats.md. {_REPORT}",
+    "select": f"Wrong tokens are selected: do not serve with this backend, ask for another with --backend. {_REPORT}",
+    "attend": f"Outputs are wrong: do not serve with this backend, ask for another with --backend. {_REPORT}",
+    "facts": "Read facts.verdicts; run `sparse-mla doctor` on the server's log, and report it with --report FILE.",
+    "control": "The comparison would not notice wrong selections on this model: use longer prompts or another model.",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +47,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The result of one target. ``facts`` and ``cases`` hold JSON values only."""
+    """The result of one target. ``facts`` and ``cases`` hold JSON values only.
+
+    Attributes:
+        proved, not_proved: what the checks that passed amount to, and what they leave open, in words.
+        not_checked: targets that did not run, and why.
+    """
 
     target: str
     facts: Mapping[str, Any]
@@ -48,7 +61,7 @@ class Report:
     proved: tuple[str, ...]
     not_proved: tuple[str, ...]
     seconds: float
-    fixes: Mapping[str, str] = field(default_factory=dict)
+    not_checked: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -67,7 +80,7 @@ class Report:
                 "id": check.id,
                 "severity": "fault",
                 "evidence": f"{check.case}: {check.what}: {check.detail}",
-                "fix": self.fixes.get(check.id, "Report it with this JSON; the evidence names the first wrong row."),
+                "fix": _FIXES.get(check.id.split(".")[1], _REPORT),
             }
             for check in self.checks
             if not check.ok
@@ -86,6 +99,7 @@ class Report:
             ],
             "proved": list(self.proved),
             "not_proved": list(self.not_proved),
+            "not_checked": list(self.not_checked),
             "seconds": round(self.seconds, 1),
         }
 
