@@ -173,3 +173,12 @@ def test_hardware_is_never_blamed():
     for defect in load():
         text = " ".join((defect.title, defect.cause, *(remedy.do for remedy in defect.remedies))).lower()
         assert not any(word in text for word in words), defect.id
+
+
+def test_what_led_to_our_refusal_is_not_the_cause():
+    log = (
+        "NotImplementedError: Sparse Attention is not supported on CPU.\n"
+        "During handling of the above exception, another exception occurred:\n"
+        "sparse_mla.errors.BackendRejectedError: sparse-mla cannot serve this engine:\n  --kv-cache-dtype  needs auto, got fp8"
+    )
+    assert leads_to(log, {"engine": "vllm", "vendor": "cpu", "dsa": True}) == ["plugin-refuses-engine"]

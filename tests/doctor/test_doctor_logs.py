@@ -183,3 +183,10 @@ def test_lines_come_back(texts):
     assert [text for _, text in lines(decoded(io.BytesIO(joined.encode())))] == (
         joined.split("\n") if texts and texts[-1] else joined.split("\n")[:-1]
     )
+
+
+def test_quoted_message_and_source_line_are_no_messages():
+    quoted = f'INFO Using sparse-mla: chosen because vLLM has no backend of its own ("{ONE}"); off restores it'
+    assert found(quoted) == {}
+    assert found(f'    raise ValueError("{ONE}")\n') == {}
+    assert found(f'{quoted}\n    raise ValueError("{ONE}")\nValueError: {ONE}')["one"].line == 3

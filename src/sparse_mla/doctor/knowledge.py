@@ -76,6 +76,7 @@ class Defect:
         selector_reason: the answer of one sparse backend in a selector error that this entry explains, when nothing else
             keeps that backend from running.
         check: condition on the numbers in a signature's holes, for messages that others print, too.
+        supersedes: entries that are no cause where this one's message stands: they led to it.
         covered: the plugin of this package removes the fault by itself where it is active.
         symptom: the messages follow from any of several faults; one with a cause beside it explains them.
         probe: name of the source probe that decides it (see audit).
@@ -95,6 +96,7 @@ class Defect:
     signatures: tuple[Signature, ...]
     selector_reason: str
     check: Expression | None
+    supersedes: tuple[str, ...]
     covered: bool
     symptom: bool
     probe: str
@@ -204,6 +206,7 @@ def _defect(raw: Mapping[str, Any], group: str) -> Defect:
             signatures=tuple(Signature(text) for text in raw.get("signatures", ())),
             selector_reason=str(raw.get("selector_reason", "")),
             check=_expression(raw, "check"),
+            supersedes=tuple(raw.get("supersedes", ())),
             covered=raw.get("covered", False) is True,
             symptom=raw.get("symptom", False) is True,
             probe=str(raw.get("probe", "")),

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO
 
-from .signatures import MAX_SPAN, Match, Signature
+from .signatures import MAX_SPAN, Match, Signature, squeeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +20,10 @@ _BLOCK_BYTES = 1 << 18
 _LINE_CHARS = 1 << 14  # a longer line is read in pieces of this size, all with its number
 _BUFFER_CHARS = 1 << 17  # text that one worker's stream holds before it is searched
 _TAIL_LINES = 1 << 11
+# A message inside another one that quotes it is not a fault: our plugin says why it serves.
+_QUOTING = squeeze('vLLM has no backend of its own ("')
+# Lines of source in a traceback repeat the text of a message before it is raised.
+_SOURCE_LINES = ("raise ", "assert ")
 _MAX_WORKERS = 128
 _EXCERPT_CHARS = 300
 
@@ -200,7 +204,8 @@ class _Scan:
             for match in signature.find_all(text):
                 if match.start >= limit:
                     break
-                yield match
+                if _QUOTING not in text[max(match.start - 2 * len(_QUOTING), 0) : match.start]:
+                    yield match
 
     def _record(self, key: str, match: Match, stream: _Stream) -> None:
         number = stream.numbers[stream.line_at(match.start)]
@@ -247,6 +252,8 @@ def scan(
             # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
             worker = prefix["worker"] or ""
             line = line[prefix.end() :]
+        if line.lstrip().startswith(_SOURCE_LINES):
+            continue
         if not error and any(word in line for word in _ERROR_WORDS) and _ERROR.search(line):
             error = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
