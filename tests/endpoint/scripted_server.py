@@ -148,9 +148,11 @@ class Handler(BaseHTTPRequestHandler):
         if script.limit and len(ids) > script.limit:
             return 400, b'{"error":"too long"}'
         text, cached = self.model.answer(ids, answering=body["max_tokens"] > 1)
-        out = self.model.tokenize(text)[: body["max_tokens"]]
+        whole = self.model.tokenize(text)
+        out = whole[: body["max_tokens"]]
+        text = self.model.text(out)
         logprobs = [-0.5 - script.jitter(len(script.requests)) for _ in out]
-        finish = "stop"
+        finish = "stop" if out == whole else "length"
         choice: dict[str, Any] = {"index": 0}
         if chat:
             thinking = script.thinks and not body.get("chat_template_kwargs")

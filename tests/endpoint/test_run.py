@@ -192,7 +192,9 @@ def test_long_prompts_that_get_no_answer_are_not_checked_and_no_fault(verify, an
     assert not result.json["ok"]
     assert result.json["findings"] == []
     assert {one["failure"] for one in result.json["facts"]["unanswered"]} == {kind}
-    assert any(kind in text for text in result.json["not_proved"])
+    told = [text for text in result.json["not_proved"] if f": {kind}: " in text and "not asked" not in text]
+    assert told
+    assert all(("although it tells a limit of 131,072 tokens" in text) == (kind == "http-400") for text in told)
 
 
 @pytest.mark.parametrize("body", [b'{"data": 5}', b"[]", b'{"data": [{"id": 3}]}', b"null"])
@@ -216,6 +218,28 @@ def test_nothing_there_and_a_refused_key_exit_3(verify, monkeypatch):
     assert "unreachable" in gone.err
     unset = verify("--endpoint", url, "--api-key-env", "NO_SUCH_KEY")
     assert unset.code == 2
+
+
+def test_each_key_goes_to_its_own_endpoint_alone(verify, monkeypatch):
+    monkeypatch.setenv("KEY_1", KEY)
+    monkeypatch.setenv("KEY_2", "other")
+    first, second = Script(), Script()
+    with serve(first) as url, serve(second) as other:
+        both = ("--endpoint", url, "--endpoint", other, "--api-key-env", "KEY_1")
+        verify(*both, lengths="1500")
+        assert {headers.get("Authorization") for _, _, headers in first.requests} == {f"Bearer {KEY}"}
+        assert {headers.get("Authorization") for _, _, headers in second.requests} == {None}
+        second.requests.clear()
+        verify(*both, "--api-key-env", "KEY_2", "--dry-run", lengths="1500")
+        assert {headers.get("Authorization") for _, _, headers in second.requests} == {"Bearer other"}
+        assert verify(*both, *["--api-key-env", "KEY_2"] * 2).code == 2
+
+
+def test_an_answer_cut_at_its_allowance_is_named_so(verify):
+    with serve(Script()) as url:
+        result = verify("--endpoint", url, "--answer-tokens", "20", "--api", "completions", lengths="2000")
+    assert result.code == 3
+    assert "cut at the allowance of --answer-tokens" in result.err
 
 
 def test_a_model_that_cannot_do_it_short_is_not_judged_long(verify):

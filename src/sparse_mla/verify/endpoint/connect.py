@@ -56,7 +56,9 @@ class Connector:
             NotCheckableError: no answer in any mode, or none that holds the facts.
         """
         options = self._options
-        where = transport(options.endpoints[number], key=options.key, ca_file=options.ca_file, proxy=options.proxy)
+        where = transport(
+            options.endpoints[number], key=options.keys[number], ca_file=options.ca_file, proxy=options.proxy
+        )
         api = Api(where, timeout=options.timeout, retries=options.retries)
         identity = api.identify(options.model)
         self._progress.say(
@@ -151,5 +153,6 @@ def baseline_tokens(composer: Composer, index_topk: int) -> int:
 
 def _complaint(outcome: Outcome) -> str:
     if outcome.answered:
-        return f"{outcome.recalled} of {len(outcome.facts)} facts, {outcome.invented} invented"
+        cut = ", cut at the allowance of --answer-tokens" if outcome.finish == "length" else ""
+        return f"{outcome.recalled} of {len(outcome.facts)} facts, {outcome.invented} invented{cut}"
     return f"{outcome.failure}, {outcome.detail}"

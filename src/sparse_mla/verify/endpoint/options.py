@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ..report import writable
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
 DEFAULT_LENGTHS = (20_000, 40_000, 60_000, 80_000, 100_000)
+DEFAULT_INDEX_TOPK = 2048
+DEFAULT_CONCURRENCY = 4
+_FROM_SAVED = ("index_topk", "chunk_tokens", "concurrency")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Checked options; ``None`` means: as the server or the saved run says."""
+    """Checked options. What is not in ``given`` yields to a saved run; ``lengths`` and ``seed`` may be left to it.
+
+    ``keys`` and ``chunk_tokens`` have one entry for each endpoint.
+    """
 
     endpoints: tuple[str, ...]
     model: str | None
-    key: str
+    keys: tuple[str, ...]
     ca_file: str | None
     proxy: str | None
     api: str
@@ -49,6 +56,7 @@ class Options:
     junit: Path | None
     dry_run: bool
     format: str
+    given: frozenset[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +74,10 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--endpoint", action="append", metavar="URL", default=[],
         help="an OpenAI-compatible server, with or without /v1; a second one of another chunk size helps to localise",
     )  # fmt: skip
-    group.add_argument("--api-key-env", metavar="VAR", help="environment variable that holds the key")
+    group.add_argument(
+        "--api-key-env", action="append", metavar="VAR", default=[],
+        help="environment variable that holds the key; given twice, the second is for the second endpoint",
+    )  # fmt: skip
     group.add_argument("--ca-file", metavar="PEM", help="certificates to trust instead of the system's")
     group.add_argument("--proxy", metavar="URL", help="http proxy; none connects directly; default: the environment's")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one request (600)")
@@ -75,8 +86,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 def _add_checks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api", choices=("auto", "completions", "chat"), default="auto", help="auto takes what answers")
-    group.add_argument("--index-topk", type=int, default=2048, metavar="K", help="the model's index_topk (2048)")
-    group.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests beside the one judged (4)")
+    group.add_argument("--index-topk", type=int, metavar="K", help="the model's index_topk (2048)")
+    group.add_argument("--concurrency", type=int, metavar="N", help="requests beside the one judged (4)")
     group.add_argument("--min-recall", type=float, default=1.0, metavar="R", help="for models that are weak themselves")
     group.add_argument("--answer-tokens", type=int, default=400, metavar="N", help="allowance for an answer (400)")
     group.add_argument("--thinking-tokens", type=int, default=8192, metavar="N", help="more, if it must think (8192)")
@@ -122,15 +133,15 @@ def parse(args: argparse.Namespace) -> Options:
     return Options(
         endpoints=tuple(args.endpoint),
         model=args.model,
-        key=_key(args.api_key_env),
+        keys=_keys(args.api_key_env, len(args.endpoint)),
         ca_file=args.ca_file,
         proxy=args.proxy,
         api=args.api,
         style=args.style,
         lengths=_numbers("--lengths", args.lengths, most=64) if args.lengths else None,
-        index_topk=args.index_topk,
+        index_topk=args.index_topk or DEFAULT_INDEX_TOPK,
         chunk_tokens=_chunks(args.chunk_tokens, len(args.endpoint)),
-        concurrency=args.concurrency,
+        concurrency=DEFAULT_CONCURRENCY if args.concurrency is None else args.concurrency,
         min_recall=args.min_recall,
         answer_tokens=args.answer_tokens,
         thinking_tokens=args.thinking_tokens,
@@ -148,6 +159,7 @@ def parse(args: argparse.Namespace) -> Options:
         junit=_file("--junit", args.junit),
         dry_run=args.dry_run,
         format=args.format,
+        given=frozenset(name for name in _FROM_SAVED if getattr(args, name) is not None),
     )
 
 
@@ -173,9 +185,22 @@ def _file(option: str, name: str | Path | None) -> Path | None:
     return writable(Path(name), option) if name else None
 
 
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
+def as_saved(options: Options, saved: Mapping[str, Any]) -> Options:
+    """The options with what was not given taken from the settings of a saved run."""
+    taken = {name: saved[name] for name in _FROM_SAVED if name not in options.given}
+    if "chunk_tokens" in taken:
+        taken["chunk_tokens"] = (taken["chunk_tokens"], *options.chunk_tokens[1:])
+    return replace(options, **taken)
+
+
+def _keys(variables: list[str], endpoints: int) -> tuple[str, ...]:
+    """A key goes to its own endpoint alone."""
+    if len(variables) > endpoints:
+        raise UsageError("--api-key-env", needs="at most one for each --endpoint", got=len(variables))
+    return (*map(_key, variables), *("" for _ in range(endpoints - len(variables))))
+
+
+def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UsageError(f"--api-key-env {variable}", needs="a variable that holds the key", got="unset or empty")

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 SCHEMA = "sparse-mla/endpoint-run/1"
 _MAX_FILE_BYTES = 256 << 20
+_SETTINGS: dict[str, type | tuple[type, ...]] = {
+    "seed": int,
+    "lengths": (list, type(None)),
+    "index_topk": int,
+    "chunk_tokens": (int, type(None)),
+    "style_sha256": str,
+    "concurrency": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +168,11 @@ def read_book(option: str, path: Path) -> Book:
         if content["schema"] != SCHEMA:
             raise UsageError(option, needs=needs, got=f"{path}: schema {content['schema']!r}")
         outcomes = {str(key): _outcome(entry) for key, entry in content["outcomes"].items()}
-        return Book(settings=dict(content["settings"]), servers=list(content["servers"]), outcomes=outcomes)
+        settings = dict(content["settings"])
+        for name, kinds in _SETTINGS.items():
+            if not isinstance(settings[name], kinds):
+                raise UsageError(option, needs=needs, got=f"{path}: {name} {settings[name]!r}")
+        return Book(settings=settings, servers=list(content["servers"]), outcomes=outcomes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise

@@ -191,7 +191,7 @@ def recipe(probe: Probe) -> Recipe:
     if probe.state == "prefix":
         tail = f"prefix/{probe.length}/{probe.attempt}"
         return Recipe(key=f"cold/{probe.of}/0", length=probe.length, nominal=probe.of, tail_key=tail)
-    most = _FEW_FACTS if probe.state in {BASELINE, "beside"} else MOST_FACTS
+    most = _FEW_FACTS if probe.state == "beside" else MOST_FACTS
     key = "/".join(map(str, (probe.state, probe.length, *([probe.of] if probe.of else []), probe.attempt)))
     return Recipe(key=key, length=probe.length, nominal=probe.length, most_facts=most)
 

@@ -15,10 +15,10 @@ from . import style as styles
 from .compare import SAME_PROMPTS, Difference, check_same, differences, first_difference
 from .connect import Connector
 from .localise import Localiser
-from .options import new_seed, parse
+from .options import as_saved, new_seed, parse
 from .outcome import Book, read_book
 from .progress import Progress
-from .session import Ledger, Session, StoppedError, other_lengths
+from .session import Ledger, Session, StoppedError, is_refused, other_lengths
 from .sweep import Trial, again, lengths_to_ask, planned, try_out
 from .transport import FailedExchange
 
@@ -77,7 +77,10 @@ def run_target(args: argparse.Namespace) -> int:
     options = parse(args)
     style = styles.load(options.style) if options.style else styles.DEFAULT
     earlier = read_book("--against", options.against) if options.against else None
-    book = _book(options, style, earlier)
+    resumed = read_book("--resume", options.save) if options.resume and options.save else None
+    if like := resumed or earlier:
+        options = as_saved(options, like.settings)
+    book = _book(options, style, resumed, earlier)
     done = Run(options=options, book=book, ledger=Ledger(options.budget_tokens))
     began = time.monotonic()
     with Progress(quiet=options.format == "quiet") as progress:
@@ -103,9 +106,8 @@ def run_target(args: argparse.Namespace) -> int:
     return done.exit_code
 
 
-def _book(options: Options, style: Style, earlier: Book | None) -> Book:
+def _book(options: Options, style: Style, resumed: Book | None, earlier: Book | None) -> Book:
     """The book of this run: new, continued, or with the prompts of an earlier run."""
-    resumed = read_book("--resume", options.save) if options.resume and options.save else None
     like = resumed or earlier
     settings = {
         "seed": options.seed if options.seed is not None else like.settings["seed"] if like else new_seed(),
@@ -247,6 +249,8 @@ def _check(trial: Trial) -> Check:
     shown = ", ".join(f"{one.recalled} of {len(one.facts)}" if one.answered else one.failure for one in trial.outcomes)
     invented = sum(outcome.invented for outcome in trial.outcomes)
     extra = f"; {invented} values that were never planted" if invented else ""
+    if any(outcome.finish == "length" and not outcome.passes(trial.least) for outcome in trial.outcomes):
+        extra += "; the answer was cut at its allowance (--answer-tokens)"
     return Check(
         id=f"endpoint.facts.{trial.probe.state}",
         case=trial.probe.title,
@@ -292,6 +296,13 @@ def not_reproducible(book: Book) -> list[str]:
     return lines
 
 
+def _unanswered(trial: Trial, limit: int | None) -> str:
+    outcome = trial.outcomes[0]
+    refused = is_refused(outcome) and limit is not None
+    promise = f", although it tells a limit of {limit:,} tokens" if refused else ""
+    return f"{trial.probe.title}: {outcome.failure}: {outcome.detail}{promise}"
+
+
 def _proved(done: Run) -> tuple[list[str], list[str]]:
     good = [trial for trial in done.trials if trial.ok]
     proved = []
@@ -307,7 +318,12 @@ def _proved(done: Run) -> tuple[list[str], list[str]]:
         not_proved.append("what came from a cache: the server does not tell; cold prompts begin with new words")
     elif any((outcome.cached_tokens or 0) > outcome.prompt_tokens // 10 for outcome in cold):
         not_proved.append("cold prefill: the server says that cold prompts came from its cache; use another --seed")
-    not_proved += [f"{t.probe.title}: {t.outcomes[0].failure}: {t.outcomes[0].detail}" for t in done.unanswered]
+    not_proved += [
+        f"exact length: asked for {trial.probe.length:,} tokens, the server counted {trial.outcomes[0].prompt_tokens:,}"
+        for trial in done.trials
+        if trial.answered and trial.outcomes[0].prompt_tokens != trial.probe.length
+    ]
+    not_proved += [_unanswered(trial, done.identities[trial.probe.server].limit) for trial in done.unanswered]
     asked = {trial.probe.key for trial in done.trials}
     left = [probe for probe in done.plan if probe.key not in asked]
     if left:
