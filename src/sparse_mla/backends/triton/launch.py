@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import triton
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, which knows no assembly."""
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:

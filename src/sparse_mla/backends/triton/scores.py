@@ -86,6 +86,52 @@ def keep(score, position, visible, limit, limit_position, kept, pool, start, CAP
     tl.store(pool + (start + slot), word, mask=passes & (slot < CAPACITY))
 
 
+@triton.jit
+def keep_in_place(score, position, visible, limit, limit_position, kept, pool, start, CAPACITY: tl.constexpr):
+    """``keep`` for a tile of scores as the matrix units leave it, in PTX.
+
+    Triton would first move scores and predicates to another layout, through shared memory and in four times the
+    instructions. Right only where no two threads hold the same score. The slots of all elements are asked for before
+    the first is used.
+    """
+    slot = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred reaches, above, passes;
+        .reg .b32 end;
+        setp.ge.f32 reaches, $1, $2;
+        setp.gt.f32 above, $1, $2;
+        selp.b32 end, $4, $5, above;
+        setp.lt.and.s32 passes, $3, end, reaches;
+        mov.b32 $0, 0x7fffffff;
+        @passes atom.relaxed.gpu.global.add.u32 $0, [$6], 1;
+        }
+        """,
+        "=r,f,f,r,r,r,l",
+        [score, limit, position, visible, tl.minimum(visible, limit_position), kept.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred kept;
+        .reg .b64 at;
+        setp.lt.u32 kept, $1, $5;
+        mad.wide.u32 at, $1, 8, $2;
+        @kept st.global.v2.b32 [at], {$3, $4};
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,r,l,r,f,r",
+        [slot, (pool + start).to(tl.uint64), position, score, tl.full((), CAPACITY, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def score_tiles(
     query,
@@ -123,6 +169,7 @@ def score_tiles(
     QUERY_ENCODING: tl.constexpr,
     OPERAND: tl.constexpr,
     SEVERAL: tl.constexpr,
+    PTX: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Rows [first_row, stop_row): a tile of KEYS keys (axis 0) by a tile of ROWS rows (axis 1), head after head.
@@ -171,14 +218,15 @@ def score_tiles(
     )
     turned = tl.trans(keys)
     total = tl.zeros((ROWS, KEYS), tl.float32)
+    near = tl.minimum(index, stop_row - first_row - base - 1)  # rows past the end read the last one, and keep nothing
     asked_at = query + (first_row + base).to(tl.int64) * query_stride * DIM
-    asked_at = asked_at + (index * query_stride * DIM)[:, None] + tl.arange(0, DIM)[None, :]
-    weight_at = weights + (first_row + base).to(tl.int64) * weight_stride + index * weight_stride
+    asked_at = asked_at + (near * query_stride * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+    weight_at = weights + (first_row + base).to(tl.int64) * weight_stride + near * weight_stride
     for head in tl.range(0, HEADS, num_stages=STAGES):
-        asked = tl.load(asked_at + head * DIM, mask=mine[:, None], other=0.0)
+        asked = tl.load(asked_at + head * DIM)
         asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
         product = tl.dot(asked, turned, input_precision="ieee")
-        weight = tl.load(weight_at + head, mask=mine, other=0.0)
+        weight = tl.load(weight_at + head)
         total += tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
     score = total * key_scale[None, :]
     local = base + index
@@ -186,17 +234,17 @@ def score_tiles(
         target = pool + (local * SAMPLES)[:, None] + number[None, :]
         tl.store(target, score, mask=(position[None, :] < visible[:, None]) & (number < SAMPLES)[None, :])
     else:
-        keep(
-            score,
-            position[None, :],
-            visible[:, None],
-            tl.load(limits + local, mask=mine, other=0.0)[:, None],
-            tl.load(limit_positions + local, mask=mine, other=0)[:, None],
-            (kept + local * COUNTER_WORDS)[:, None] + tl.zeros((ROWS, KEYS), tl.int32),
-            candidates,
-            (local * CAPACITY)[:, None],
-            CAPACITY,
-        )
+        position = position[None, :]
+        visible = visible[:, None]
+        limit = tl.load(limits + local, mask=mine, other=0.0)[:, None]
+        limit_position = tl.load(limit_positions + local, mask=mine, other=0)[:, None]
+        tickets = (kept + local * COUNTER_WORDS)[:, None]
+        start = (local * CAPACITY)[:, None]
+        if PTX:
+            keep_in_place(score, position, visible, limit, limit_position, tickets, candidates, start, CAPACITY)
+        else:
+            tickets = tickets + tl.zeros((ROWS, KEYS), tl.int32)
+            keep(score, position, visible, limit, limit_position, tickets, candidates, start, CAPACITY)
 
 
 @triton.jit

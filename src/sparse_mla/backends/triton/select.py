@@ -13,7 +13,7 @@ import torch
 from ...batch import BatchLayout
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
-from .launch import launch
+from .launch import INTERPRETED, launch
 from .operands import TRITON_TYPES, empty_view, readable, row_stride, rows_of, torch_dtype
 from .pick import pick, pick_failed, set_limits, sort_rows
 from .runs import Run, requests_per_tile, runs
@@ -182,7 +182,7 @@ class Select:
         if run.prefill:
             tile, kernel = score_tile(inputs.operand, self._device), score_tiles
             group, several = tile.rows, requests_per_tile(inputs.query_lens, run, tile.rows)
-            facts = {"SEVERAL": several > 1}
+            facts = {"SEVERAL": several > 1, "PTX": tile.in_place and not INTERPRETED}
             grid = (-(-keys // tile.keys), -(-rows // group), several)
         else:
             tile, kernel = row_score_tile(inputs.operand, self._device), score_rows

@@ -20,13 +20,18 @@ _ROOMY = 160 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTile:
-    """One product of select: ``rows`` query rows by ``keys`` index keys; ``registers`` of a thread at most, 0 for any."""
+    """One product of select: ``rows`` query rows by ``keys`` index keys.
+
+    ``registers`` of a thread at most, 0 for any. ``in_place``: the product lies in threads without repetition, so PTX
+    may take the scores from there.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int = 0
+    in_place: bool = False
 
     @property
     def options(self) -> dict[str, int]:
@@ -82,7 +87,8 @@ def score_tile(operand: str, device: Device) -> ScoreTile:
     if device.kind == "rocm":
         return ScoreTile(rows=64, keys=64, warps=4, stages=2)
     # On Hopper 168 registers let three programs share a multiprocessor; what spills does so after the loop.
-    return ScoreTile(rows=64, keys=128, warps=4, stages=3, registers=168 if device.arch == "sm90" and operand == "fp8" else 0)
+    registers = 168 if device.arch == "sm90" and operand == "fp8" else 0
+    return ScoreTile(rows=64, keys=128, warps=4, stages=3, registers=registers, in_place=True)
 
 
 def row_score_tile(operand: str, device: Device) -> ScoreTile:
