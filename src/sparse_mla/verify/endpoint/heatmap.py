@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BINS = 10
 _ALL, _SOME, _NONE, _EMPTY = "■", "▣", "□", "·"
-_CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 190, 64, 90
+_CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 240, 64, 90
 _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
 
 
@@ -72,7 +72,7 @@ def _bins(outcome: Outcome) -> tuple[tuple[int, int], ...]:
 
 def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -> str:
     """The picture: a row for each probe, the failing length as a line, chunk boundaries as ticks, answers by colour."""
-    width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 70
+    width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 80
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
@@ -88,11 +88,14 @@ def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -
         drawn.append(
             f'<line x1="8" x2="{width - 8}" y1="{y}" y2="{y}" stroke="black" stroke-width="2" stroke-dasharray="6 4"/>'
         )
-    foot = _TOP + len(made) * _ROW + 24
-    drawn.append(_text(12, foot, "depth of the fact in the prompt; blue: recalled, red: lost, white: no fact there"))
     marks = f"; ticks: chunks of {chunk:,} tokens" if chunk else ""
-    line = f"dashed: the failure begins {edge}" if edge else "no failing length"
-    drawn.append(_text(12, foot + 18, f"{line}{marks}; equal prompts with answers of two colours are not reproducible"))
+    notes = (
+        "depth of the fact in the prompt; blue: recalled, red: lost, white: no fact there",
+        f"{f'dashed: the failure begins {edge}' if edge else 'no failing length was found'}{marks}",
+        "answers to the same prompt of two letters are not reproducible, which is no fault by itself",
+    )
+    foot = _TOP + len(made) * _ROW + 24
+    drawn += [_text(12, foot + 18 * number, note) for number, note in enumerate(notes)]
     return "\n".join([*drawn, "</svg>", ""])
 
 

@@ -125,7 +125,7 @@ def markdown(done: Run, report: Report) -> Iterator[str]:
         told = f", chunks of {chunk:,} tokens" if chunk else ""
         limit = f"{server['limit']:,}" if server["limit"] else "not told"
         yield (
-            f"* server {number + 1}: `{server['model']}`, version {server['version'] or 'not told'}, context {limit}, "
+            f"* server {number + 1}: `{str(server['model']).replace('`', '')}`, version {server['version'] or 'not told'}, context {limit}, "
             f"asked as {server['mode']}{told}"
         )
     yield from ("", "| tokens | state | depth, first to last tenth | facts | answer |", "|--:|---|---|--:|---|")
