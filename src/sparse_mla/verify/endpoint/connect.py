@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotCheckableError
 from .api import Api, Mode
+from .compare import check_same
 from .meters import IdMeter, TextMeter
 from .outcome import Outcome, Probe
 from .prompts import Composer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .style import Style
 
 BASELINE_TOKENS = 1000
+_HOPELESS = {"unreachable", "timeout", "tls", "redirect", "http-401", "http-403", "http-429"}
 _NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 _COMPLETION_EXTRAS: tuple[dict[str, Any], ...] = ({"logprobs": 1, "return_token_ids": True}, {"logprobs": 1}, {})
 _CHAT_EXTRAS: tuple[dict[str, Any], ...] = ({"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {})
@@ -72,7 +74,7 @@ class Connector:
                 self._keep(number, server, outcome, identity)
                 return server, identity
             complaints.append(f"{mode.name}: {_complaint(outcome)}")
-            if not outcome.answered and not is_refused(outcome):
+            if outcome.failure in _HOPELESS:
                 break
         raise NotCheckableError(
             f"the {'second ' if number else ''}endpoint gives no answer to build on to a short prompt "
@@ -138,11 +140,14 @@ class Connector:
 
     def _keep(self, number: int, server: Server, outcome: Outcome, identity: Identity) -> None:
         length = outcome.prompt_tokens
+        entry = asdict(identity) | {"mode": server.mode.name, "token_kind": outcome.token_kind}
+        for before in self._book.servers[number : number + 1]:  # of the run that is resumed
+            check_same("--resume", before, entry, ("model", "mode"))
         self._progress.say(
             f"asked as {server.mode.name}; {outcome.recalled} of {len(outcome.facts)} facts at {length:,} tokens"
         )
         del self._book.servers[number:]
-        self._book.servers.append(asdict(identity) | {"mode": server.mode.name, "token_kind": outcome.token_kind})
+        self._book.servers.append(entry)
         self._book.keep(Probe(state=BASELINE, length=length, server=number), outcome)
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .outcome import Probe
-from .session import StoppedError
+from .outcome import Probe, StoppedError
 from .sweep import try_out
 from .verdicts import (
     Edge,

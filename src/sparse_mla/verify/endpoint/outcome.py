@@ -28,6 +28,10 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {
 }
 
 
+class StoppedError(Exception):
+    """The run ends early; what was asked so far stands. ``str()`` says why."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
     """One question to the server.
@@ -141,7 +145,11 @@ class Book:
         self.write()
 
     def write(self) -> None:
-        """Replace the file in one step."""
+        """Replace the file in one step.
+
+        Raises:
+            StoppedError: that is not possible any more; the book is kept in memory only from then on.
+        """
         if self.path is None:
             return
         content = {
@@ -151,7 +159,11 @@ class Book:
             "servers": self.servers,
             "outcomes": {key: asdict(outcome) for key, outcome in self.outcomes.items()},
         }
-        write_whole(self.path, json.dumps(content, allow_nan=False).encode())
+        try:
+            write_whole(self.path, json.dumps(content, allow_nan=False).encode())
+        except OSError as error:
+            path, self.path = self.path, None
+            raise StoppedError(f"the run cannot be saved to {path}: {error.strerror}") from None
 
 
 def read_book(option: str, path: Path) -> Book:

@@ -11,27 +11,39 @@ from rich.table import Table
 from rich.text import Text
 
 from ... import __version__
+from ...errors import UsageError
 from ..report import write_whole
 from .heatmap import rows, svg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ..report import Report
     from .target import Run
 
 
 def write_files(done: Run, report: Report) -> None:
-    """Whatever files were asked for; the saved run is whole already."""
+    """Whatever files were asked for; the saved run is whole already.
+
+    Raises:
+        UsageError: one cannot be written any more.
+    """
     options, edge = done.options, done.localiser.edge if done.localiser else None
-    done.book.write()
     if options.plot:
         picture = svg(rows(done.book.outcomes), edge, options.chunk_tokens[0], "Facts recalled by length and depth")
-        write_whole(options.plot, picture.encode())
+        _write("--plot", options.plot, picture.encode())
     if options.report:
-        write_whole(options.report, "\n".join(markdown(done, report)).encode())
+        _write("--report", options.report, "\n".join(markdown(done, report)).encode())
     if options.junit:
-        write_whole(options.junit, report.to_junit())
+        _write("--junit", options.junit, report.to_junit())
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise UsageError(option, needs="a file that can be written", got=f"{path}: {error.strerror}") from None
 
 
 def show(done: Run, report: Report) -> None:

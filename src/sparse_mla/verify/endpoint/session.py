@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .api import refused
-from .outcome import Outcome
+from .outcome import Outcome, StoppedError
 from .prompts import MOST_FACTS, Prompt, Recipe
 from .transport import FailedExchange
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 MOST_FAILURES = 3
 BASELINE = "baseline"
 _FEW_FACTS = 4
-
-
-class StoppedError(Exception):
-    """The run ends early; what was asked so far stands. ``str()`` says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,9 @@ from .compare import SAME_PROMPTS, Difference, check_same, differences, first_di
 from .connect import Connector
 from .localise import Localiser
 from .options import as_saved, new_seed, parse
-from .outcome import Book, read_book
+from .outcome import Book, StoppedError, read_book
 from .progress import Progress
-from .session import Ledger, Session, StoppedError, is_refused, other_lengths
+from .session import Ledger, Session, is_refused, other_lengths
 from .sweep import Trial, again, lengths_to_ask, planned, try_out
 from .transport import FailedExchange
 
@@ -101,8 +101,8 @@ def run_target(args: argparse.Namespace) -> int:
             raise KeyboardInterrupt
         raise NotCheckableError(f"no prompt was judged: {done.stopped}")
     result = report(done)
-    render.write_files(done, result)
     render.show(done, result)
+    render.write_files(done, result)
     return done.exit_code
 
 
@@ -129,15 +129,12 @@ def _book(options: Options, style: Style, resumed: Book | None, earlier: Book | 
 def _prepare_and_sweep(done: Run, style: Style, progress: Progress) -> bool:
     """True where nothing was to be sent (``--dry-run``)."""
     options, book = done.options, done.book
-    earlier = list(book.servers)
     connector = Connector(options, style, book, done.ledger, progress)
     servers = []
     for number in range(len(options.endpoints)):
         server, identity = connector.connect(number)
         servers.append(server)
         done.identities.append(identity)
-    for before, after in zip(earlier, book.servers, strict=False):
-        check_same("--resume", before, after, ("model", "mode"))
     first = servers[0]
     asked = tuple(book.settings["lengths"]) if book.settings["lengths"] else None
     lengths = lengths_to_ask(asked, first.limit, first.answer_tokens)
@@ -167,8 +164,9 @@ def sweep(session: Session, done: Run, progress: Progress) -> None:
         done.trials.append(trial)
         asked = [again(probe, attempt) for attempt in range(len(trial.outcomes))]
         for neighbour in [one for each in asked for one in session.neighbours(each)]:
-            outcome = done.book.outcomes[neighbour.key]
-            done.trials.append(Trial(probe=neighbour, outcomes=(outcome,), least=trial.least))
+            outcome = done.book.outcomes.get(neighbour.key)
+            if outcome is not None:
+                done.trials.append(Trial(probe=neighbour, outcomes=(outcome,), least=trial.least))
         failing = failing or (probe.state == "cold" and trial.fails)
 
 

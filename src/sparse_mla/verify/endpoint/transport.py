@@ -134,7 +134,9 @@ class Transport:
         except TimeoutError:
             raise FailedExchange("timeout", f"no complete answer within {seconds:g} s") from None
         except ssl.SSLError as error:
-            raise FailedExchange("tls", f"{error.reason or error}. A private authority needs --ca-file") from None
+            unknown = isinstance(error, ssl.SSLCertVerificationError)
+            hint = "A private authority needs --ca-file" if unknown else "Is it https?"
+            raise FailedExchange("tls", f"{error.reason or error}. {hint}") from None
         except (RemoteDisconnected, IncompleteRead):
             raise FailedExchange("cut", "the connection was closed before the answer was complete") from None
         except (HTTPException, UnicodeError) as error:
