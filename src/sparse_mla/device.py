@@ -95,7 +95,7 @@ def probe(device: torch.device | str | None = None) -> Device:
     if where.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return replace(KNOWN["cpu"], units=cores, name=platform.processor() or platform.machine())
-    if where.type != "cuda" or not torch.cuda.is_available():
+    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             f"device {where}", needs="a CPU, or a GPU that this torch sees", got=f"torch {torch.__version__}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         if args.engine:
             raise UsageError("--endpoint", needs="no --engine beside it", got=args.engine)
         return endpoint.run(args)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device):
+        raise UsageError("--device", needs="cpu, cuda or cuda:N", got=repr(args.device))
     args.seed = args.seed or 0
     if args.seed < 0:
         raise UsageError("--seed", needs="a whole number >= 0", got=args.seed)
