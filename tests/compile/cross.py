@@ -26,7 +26,8 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int32: "*i32",
-    torch.int64: "*i64", torch.uint64: "*u64",
+    torch.int64: "*i64",
+    torch.uint64: "*u64",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e4m3fnuz: "*fp8e4b8",
@@ -62,7 +63,7 @@ def record(call: Callable[[], None]) -> list[Launch]:
     found: dict[Launch, None] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        meta = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        meta = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
         constants = {name: value for name, value in options.items() if name not in meta}
         signature = tuple(_type(arg) for arg in args)
         found[Launch(kernel, signature, tuple(constants.items()), tuple(meta.items()))] = None
@@ -105,7 +106,9 @@ def _nvidia(cubin: bytes, shared: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
     registers = int(re.search(r"REG:(\d+)", text)[1])
     stack, local = (int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("STACK", "LOCAL"))
     return Resources(shared, registers, stack + local)

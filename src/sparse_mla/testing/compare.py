@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..errors import SparseMLAError
 
 UNIT = 2.0**-24
+_FP8_UNIT = 2.0**-12
+"""Rounding of a sum of fp8 products on matrix units, relative to Σ|terms|: they keep about 13 bits below the largest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,7 @@ def check_selection(
     *,
     exact: bool = False,
     scores: torch.Tensor | None = None,
+    matrix_units: bool = False,
 ) -> Difference | None:
     """Judge one row of select by the reference's own scores over the visible keys.
 
@@ -96,6 +99,7 @@ def check_selection(
         exact: demand the reference's indices (inputs whose sums are exact in any order); otherwise every selected key
             must score no less, and every other no more, than the reference's k-th score give or take the bound.
         scores: ``[S] f64`` from the reference, where the caller has them already.
+        matrix_units: fp8 may have been multiplied by units that align products before they add them.
     """
     if scores is None:
         scores = reference_select.scores(index_q, index_weights, keys, k_scale)
@@ -107,7 +111,10 @@ def check_selection(
             at = int((chosen != wanted).nonzero()[0])
             fault = f"index {at} is {int(chosen[at])}, wanted {int(wanted[at])}"
         else:
-            fault = _misjudged(chosen, wanted, scores, score_bound(index_q, index_weights, keys, k_scale))
+            bound = score_bound(index_q, index_weights, keys, k_scale)
+            if matrix_units and index_q.element_size() == 1:
+                bound = bound * (_FP8_UNIT / UNIT / (index_q.shape[-1] + index_q.shape[0] + 2))
+            fault = _misjudged(chosen, wanted, scores, bound)
     return Difference(what="selected indices", row=row, detail=fault) if fault else None
 
 
@@ -140,11 +147,14 @@ def check_attention(
     q: torch.Tensor,
     latent: torch.Tensor,
     softmax_scale: float,
+    *,
+    matrix_units: bool = False,
 ) -> Difference | None:
     """Judge one row of attend: ``out [H, D_c]`` and ``lse [H]`` against float64 over ``latent [N, D_c + D_r]``.
 
     The bound: a score errs by δ = (D + 2) · u · Σ|q||k| · scale, a probability by a factor e^2δ, a sum of N weighted
     values by N · u more, and the output is rounded once to its dtype: half its spacing, at most eps / 2 of the value.
+    With ``matrix_units`` probabilities are rounded to the values' dtype too, once each.
     """
     wanted, wanted_lse = reference_attend.attend(q, latent, softmax_scale, out.shape[-1])
     got = out.double().cpu()
@@ -159,6 +169,8 @@ def check_attention(
     weights = (q.double() @ latent.double().T * softmax_scale - wanted_lse[:, None]).exp()
     spread = weights @ latent[:, : out.shape[-1]].double().abs()
     relative = torch.expm1(2 * score_error) + (latent.shape[0] + 16) * UNIT
+    if matrix_units and out.dtype != torch.float32:
+        relative = relative + torch.finfo(out.dtype).eps / 2
     bound = relative[:, None] * spread + torch.finfo(out.dtype).eps * wanted.abs() / 2 * 1.01 + 1e-30
     fault = _beyond(got, wanted, bound)
     if fault:

@@ -261,7 +261,14 @@ def demand_reference(
         got = rows.at(row)
         label = f"{where} request {request} position {position}"
         q, weights = asked.index_q[0], asked.weights[0]
-        demand(check_selection(row, got.indices, q, weights, keys[:seen], k_scale[:seen], exact=exact), label)
+        units = got.out.device.type != "cpu"
+        selection = check_selection(
+            row, got.indices, q, weights, keys[:seen], k_scale[:seen], exact=exact, matrix_units=units
+        )
+        demand(selection, label)
         chosen = got.indices[got.indices >= 0].long().cpu()
         require(int(got.lens) == chosen.numel(), f"{label}: topk_lens is {int(got.lens)}, indices {chosen.numel()}")
-        demand(check_attention(row, got.out, got.lse, asked.q[0], latent[chosen], dims.softmax_scale), label)
+        demand(
+            check_attention(row, got.out, got.lse, asked.q[0], latent[chosen], dims.softmax_scale, matrix_units=units),
+            label,
+        )

@@ -94,12 +94,16 @@ class Oracle:
 
     def _verdict(self, stage: str, number: int, position: int, run: Run, scores: torch.Tensor) -> Difference | None:
         (indices,) = run.stages["indices"].kept[position]
+        units = self._case.device.type != "cpu"
         if stage == "indices":
             keys = self._keys[: position + 1], self._scale[: position + 1]
-            return check_selection(position, indices, *self._query(number), *keys, exact=self._exact, scores=scores)
+            query = self._query(number)
+            return check_selection(
+                position, indices, *query, *keys, exact=self._exact, scores=scores, matrix_units=units
+            )
         out, lse = run.stages[stage].kept[position]
         view = self._case.latents[stage.removeprefix("output ")]
         chosen = indices[(indices >= 0) & (indices < self._case.total)].long()
         latent, _ = decode_rows(view, self._slots[chosen].tolist())
         q = self._case.inputs.q[number].cpu()
-        return check_attention(position, out, lse, q, latent, self._case.dims.softmax_scale)
+        return check_attention(position, out, lse, q, latent, self._case.dims.softmax_scale, matrix_units=units)

@@ -65,7 +65,9 @@ def empty_view(cache_format: CacheFormat, block_size: int, where: torch.device) 
     """One block of a cache without gaps, for warming up."""
     nbytes = block_size * cache_format.row_bytes
     storage = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-    return CacheView(storage=storage, format=cache_format, block_size=block_size, block_stride_bytes=nbytes, num_blocks=1)
+    return CacheView(
+        storage=storage, format=cache_format, block_size=block_size, block_stride_bytes=nbytes, num_blocks=1
+    )
 
 
 def row_stride(name: str, tensor: torch.Tensor, unit: int = 1) -> int:

@@ -5,7 +5,6 @@ How many programs start follows from host bounds and the device alone; what they
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -73,7 +72,9 @@ class Select:
             out = torch.empty(rows, dims.index_topk, dtype=torch.int32, device=where)
             weights = torch.zeros(rows, dims.index_n_heads, device=where)
             for name in dict.fromkeys((problem.index.encoding, problem.dtype)):
-                query = torch.zeros(rows, dims.index_n_heads, dims.index_head_dim, dtype=torch_dtype(name), device=where)
+                query = torch.zeros(
+                    rows, dims.index_n_heads, dims.index_head_dim, dtype=torch_dtype(name), device=where
+                )
                 self(query, weights, view, batch, out, nobody.clone(), nan_rows, workspace.views(specs))
 
     def __call__(
@@ -182,7 +183,7 @@ class Select:
         if run.prefill:
             tile, kernel = score_tile(inputs.operand, self._device), score_tiles
             group, several = tile.rows, requests_per_tile(inputs.query_lens, run, tile.rows)
-            facts = {"SEVERAL": several > 1, "PTX": tile.in_place and not INTERPRETED}
+            facts: dict[str, int] = {"SEVERAL": several > 1, "PTX": tile.in_place and not INTERPRETED}
             grid = (-(-keys // tile.keys), -(-rows // group), several)
         else:
             tile, kernel = row_score_tile(inputs.operand, self._device), score_rows

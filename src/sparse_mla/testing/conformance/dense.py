@@ -30,9 +30,9 @@ def up_to_topk(candidate: Candidate, geometry: Geometry) -> None:
         everything = torch.arange(position + 1, dtype=torch.int32)
         require(rows.indices[position, : position + 1].cpu().equal(everything), f"row {position} left a key out")
         q, out, lse = asked.q[position], rows.out[position], rows.lse[position]
-        demand(
-            check_attention(position, out, lse, q, latent[: position + 1], geometry.dims.softmax_scale), str(geometry)
-        )
+        units, scale = out.device.type != "cpu", geometry.dims.softmax_scale
+        fault = check_attention(position, out, lse, q, latent[: position + 1], scale, matrix_units=units)
+        demand(fault, str(geometry))
     for position in range(topk, prompt.length):
         require(int(rows.lens[position]) == topk, f"row {position} of {geometry} does not hold index_topk keys")
 

@@ -100,7 +100,10 @@ def index_lists(candidate: Candidate, geometry: Geometry) -> None:
     latent, _ = decode_rows(layer.latent, layer.slots(Span(0, 0, span.stop)).tolist())
     for row, chosen in enumerate(lists.long()):
         rows, scale = latent[chosen[chosen >= 0]], geometry.dims.softmax_scale
-        demand(check_attention(row, out[row], lse[row], asked.q[row], rows, scale), str(geometry))
+        demand(
+            check_attention(row, out[row], lse[row], asked.q[row], rows, scale, matrix_units=out.device.type != "cpu"),
+            str(geometry),
+        )
 
 
 CASES = (

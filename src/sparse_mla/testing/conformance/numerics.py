@@ -40,7 +40,10 @@ def magnitudes(candidate: Candidate, geometry: Geometry, factor: float) -> None:
     latent, _ = decode_rows(layer.latent, layer.slots(Span(0, 0, 70)).tolist())
     for row, chosen in enumerate(indices.long().cpu()):
         rows, scale = latent[chosen[chosen >= 0]], geometry.dims.softmax_scale
-        demand(check_attention(row, out[row], lse[row], asked.q[row], rows, scale), f"{geometry} times {factor}")
+        demand(
+            check_attention(row, out[row], lse[row], asked.q[row], rows, scale, matrix_units=out.device.type != "cpu"),
+            f"{geometry} times {factor}",
+        )
 
 
 def whole_numbers(candidate: Candidate, geometry: Geometry) -> None:
@@ -58,7 +61,12 @@ def whole_numbers(candidate: Candidate, geometry: Geometry) -> None:
     indices = torch.arange(topk, dtype=torch.int32, device=lane.where).unsqueeze(0)
     out, lse = lane.attend(layer, batch, asked, indices)
     latent, _ = decode_rows(layer.latent, layer.slots(Span(0, 0, topk)).tolist())
-    demand(check_attention(0, out[0], lse[0], asked.q[0], latent, dims.softmax_scale), str(geometry))
+    demand(
+        check_attention(
+            0, out[0], lse[0], asked.q[0], latent, dims.softmax_scale, matrix_units=out.device.type != "cpu"
+        ),
+        str(geometry),
+    )
 
 
 def at_model_size(candidate: Candidate, geometry: Geometry, length: int) -> None:
