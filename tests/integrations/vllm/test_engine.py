@@ -91,7 +91,7 @@ def served(run_jobs, tiny, llama, tmp_path_factory):
         ("no such schedule", {"hf_overrides": {"indexer_types": ["full", "shared", "full"]}}, {}),
         ("other backend", {"attention_backend": "FLASHMLA_SPARSE"}, {}),
     ):
-        jobs[name] = {"model": model, "engine": engine, "batches": [[MIXED[1]]], "tokens": 2, "env": env}
+        jobs[name] = {"model": model, "engine": engine, "batches": [[MIXED[5]]], "tokens": 2, "env": env}
     results, log = run_jobs(list(jobs.values()))
     return dict(zip(jobs, results, strict=True)), log, folder
 
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_cached_gives_the_same_tokens(served):
 def test_other_cache_formats_serve(served, job):
     results, _, _ = served
     ((answer,),) = results[job]["batches"]
-    usual = results["mixed"]["batches"][2][0]
+    usual = results["mixed"]["batches"][6][0]
     assert len(answer["tokens"]) == 2
     mean = sum(answer["prompt_logprobs"]) / len(answer["prompt_logprobs"])
     assert mean == pytest.approx(sum(usual["prompt_logprobs"]) / len(usual["prompt_logprobs"]), abs=0.05)
@@ -205,7 +205,7 @@ def test_a_model_that_is_not_dsa_never_notices(served):
 
 def test_by_name_in_a_fresh_worker_process(run_jobs, tiny):
     """The engine's configuration crosses process borders before any plugin is loaded there."""
-    job = {"model": str(tiny), "engine": {"attention_backend": "SPARSE_MLA"}, "batches": [[MIXED[1]]], "tokens": 2}
+    job = {"model": str(tiny), "engine": {"attention_backend": "SPARSE_MLA"}, "batches": [[MIXED[2]]], "tokens": 2}
     ((result,), log) = run_jobs([job], VLLM_ENABLE_V1_MULTIPROCESSING="1", SPARSE_MLA_VLLM="fallback")
     assert "error" not in result
     assert "it was asked for by name" in log
