@@ -52,6 +52,7 @@ class Script:
     thinks: bool = False
     split_digits: bool = False
     jitter: Callable[[int], float] = lambda _number: 0.0
+    separator: Callable[[], str] = lambda: ": "
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
 
@@ -95,7 +96,7 @@ class Model:
         }
         asked = _NAMES.search(text)
         names = asked[1].split(", ") if asked else []
-        return "\n".join(f"{name}: {kept.get(name, 'xx')}" for name in names), cached
+        return "\n".join(f"{name}{self.script.separator()}{kept.get(name, 'xx')}" for name in names), cached
 
 
 def _common(one: list[int], other: list[int]) -> int:

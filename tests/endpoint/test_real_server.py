@@ -116,6 +116,15 @@ def test_a_healthy_engine_is_verified_through_sparse_attention(engine, verify, t
     assert outcomes[f"0:cold/{LENGTH}/0"].tokens == outcomes[f"0:repeat/{LENGTH}/0"].tokens
 
 
+def test_chat_counts_its_template_and_is_exact_too(engine, verify):
+    result = verify("--endpoint", engine.url, *engine.options, "--api", "chat", "--concurrency", "0", lengths="401")
+    assert result.code == 0, result.err
+    assert result.json["facts"]["servers"][0]["mode"] == "chat, thinking off"
+    assert result.json["facts"]["servers"][0]["token_kind"] == "ids"  # noqa: S105
+    cases = {case["probe"]: case for case in result.json["cases"]}
+    assert cases["0:cold/401/0"]["prompt_tokens"] == 401
+
+
 def test_a_fault_from_the_third_chunk_on_is_caught_and_localised(engine, verify):
     engine.fault.touch()
     try:
@@ -144,7 +153,7 @@ def test_a_fault_from_the_third_chunk_on_is_caught_and_localised(engine, verify)
 )
 def test_an_answer_spoilt_on_its_way_is_no_verdict_on_the_engine(engine, verify, how, kind):
     with spoiling(engine.address, how) as url:
-        patience = ("--retries", "0", "--timeout", "3" if how == "hang" else "300")
+        patience = ("--retries", "0", "--timeout", "6" if how == "hang" else "300")
         result = verify("--endpoint", url, *engine.options, *patience, "--concurrency", "0", lengths=str(LENGTH))
     assert result.code == 3, result.err
     assert {one["failure"] for one in result.json["facts"]["unanswered"]} == {kind}

@@ -372,14 +372,20 @@ def test_reports_tell_no_secret_and_no_text_unless_asked(verify, tmp_path, monke
     assert "0:cold/2000/0:" in report.read_text()
 
 
-def test_differences_in_log_probabilities_alone_are_no_fault(verify):
+def test_a_healthy_server_that_is_not_reproducible_raises_no_alarm(verify):
     source = random.Random(5)
-    for _ in range(6):
-        script = Script(jitter=lambda _number: source.random() * 1e-3, chunk=source.choice([512, 2048, 8192]))
+    for _ in range(25):
+        script = Script(
+            jitter=lambda _number: source.random() * 1e-3,
+            separator=lambda: source.choice([": ", " is ", " - "]),  # near-ties fall either way, values stand
+            chunk=source.choice([256, 2048, 8192]),
+            tokenizes=source.random() < 0.7,
+            completions=source.random() < 0.7,
+            tells_cached=source.random() < 0.7,
+        )
+        beside = ("--concurrency", str(source.randrange(3)))
         with serve(script) as url:
-            result = verify(
-                "--endpoint", url, "--concurrency", str(source.randrange(4)), lengths=str(source.randrange(900, 5000))
-            )
+            result = verify("--endpoint", url, *beside, lengths=str(source.randrange(700, 2600)))
         assert result.code == 0
         assert result.verdicts == []
         assert result.json["facts"]["not_reproducible"]
