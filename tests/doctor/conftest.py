@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
+
+from sparse_mla.cli.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,3 +29,30 @@ def tree(tmp_path):
         return root
 
     return write
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command in this process: (exit code, stdout, stderr). No traceback may ever appear."""
+
+    def call(*arguments, stdin=None):
+        if stdin is not None:
+            monkeypatch.setattr("sys.stdin", stdin)
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def asks(run):
+    def call(*arguments):
+        code, out, _ = run("doctor", "--json", *arguments)
+        return code, json.loads(out)
+
+    return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -98,9 +99,12 @@ def draw(sections: Sequence[report.Section], where: Console) -> None:
 def _plugin() -> Plugin:
     """The vLLM plugin's own demands on an engine's source."""
     from ..integrations.vllm import layer_seams, seams  # noqa: F401  # importing them fills the table of seams
+
+    return Plugin(supports=seams.SUPPORTED, mismatches=_unmet)
+
+
+@lru_cache(maxsize=2)
+def _unmet(root: Path) -> tuple[str, ...]:
     from ..integrations.vllm.contract import mismatches
 
-    def unmet(root: Path) -> Sequence[str]:
-        return [str(item) for item in mismatches(root)]
-
-    return Plugin(supports=seams.SUPPORTED, mismatches=unmet)
+    return tuple(str(item) for item in mismatches(root))

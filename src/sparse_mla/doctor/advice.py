@@ -20,7 +20,7 @@ from .knowledge import load
 from .logs import scan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .audit import Probe
     from .candidates import Offers
@@ -75,7 +75,7 @@ class Diagnosis:
     well: tuple[str, ...]
     notes: tuple[str, ...]
     source: SourceTree | None
-    probes: dict[str, Probe]
+    probes: Mapping[str, Probe]
     offers: Offers | None
     ours: Ours
     chain: LongPrefill | None
@@ -189,7 +189,7 @@ def _facts(
     return facts
 
 
-def _probes_for_log(probes: dict[str, Probe], tree: SourceTree | None, facts: Facts) -> dict[str, Probe]:
+def _probes_for_log(probes: Mapping[str, Probe], tree: SourceTree | None, facts: Facts) -> Mapping[str, Probe]:
     """The source here says nothing about a log that another version wrote."""
     stated = facts.values.get("version:vllm") if facts.sources.get("version:vllm") == "log" else None
     if tree is not None and stated and tree.version and stated.split("+")[0] != tree.version.split("+")[0]:
@@ -233,7 +233,7 @@ def _split_covered(findings: list[Finding], facts: Facts, question: Question) ->
     return [item for item in findings if item not in covered], texts
 
 
-def _well(findings: Sequence[Finding], probes: dict[str, Probe], facts: Facts) -> list[str]:
+def _well(findings: Sequence[Finding], probes: Mapping[str, Probe], facts: Facts) -> list[str]:
     """Faults that could concern this device and model, whose code was read and is sound."""
     found = {finding.defect.id for finding in findings}
     return [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from .source import SourceTree
 
@@ -36,7 +37,8 @@ class Probe:
     what: str
 
 
-def audit(source: SourceTree) -> dict[str, Probe]:
+@lru_cache(maxsize=2)
+def audit(source: SourceTree) -> Mapping[str, Probe]:
     """Every probe's answer, by id. A probe that meets code it cannot follow says absent, never faulty."""
     answers: dict[str, Probe] = {}
     for identifier, probe in PROBES.items():

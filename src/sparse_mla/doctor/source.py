@@ -135,6 +135,7 @@ def _base_name(node: ast.expr) -> str:
     return inner.id if isinstance(inner, ast.Name) else ""
 
 
+@lru_cache(maxsize=1)
 def installed() -> SourceTree | None:
     """The vLLM of this environment, found by its metadata or on the import path; None when there is none."""
     for name in DISTRIBUTIONS:
