@@ -77,10 +77,26 @@ def test_faulty_source():
 
 
 def test_gathering_twice_is_no_cause_of_wrong_output():
-    chain = follow({**FACTS, "prompt_tokens": 23398}, probes(gather_skip="faulty", scratch_reserved="faulty"), ONLY)
+    chain = follow({**FACTS, "prompt_tokens": 23398}, probes(gather_skip="faulty"), ONLY)
     assert chain.wrong == ()
+    assert not chain.suspect
     assert remedies(chain) == ()
     assert chain.safe_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "chunk", "safe"), [("gfx950", 8192, 16384), ("gfx950", 32768, 4096), ("gfx942", 8192, 0)]
+)
+def test_code_of_the_first_report_is_suspect(arch, chunk, safe):
+    """Its cause stands in compiled operators; what is on record is offered, and called that."""
+    facts = {**FACTS, "arch": arch, "max_num_batched_tokens": chunk, "prompt_tokens": 23398}
+    chain = follow(facts, probes(scratch_reserved="faulty", gather_skip="faulty", cache_layout="absent"), ONLY)
+    assert chain.wrong == ()
+    assert chain.suspect
+    assert chain.safe_tokens == safe
+    assert "on record" in steps(chain)[-1]
+    texts = [way.do for way in remedies(chain)]
+    assert any("reported, not proved" in text for text in texts) == (safe > 0)
 
 
 def test_layout_matters_at_block_size_one_only():

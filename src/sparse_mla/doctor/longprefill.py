@@ -76,6 +76,12 @@ class LongPrefill:
         """Causes of wrong output that this source has."""
         return tuple(name for name in WRONG_OUTPUT if self.causes.get(name) == FAULTY)
 
+    @property
+    def suspect(self) -> bool:
+        """Wrong output is on record for sources like this one (vllm#40018), and no cause can be read in it: the indexer of
+        that time calls compiled operators."""
+        return not self.wrong and self.causes.get("scratch-reserved") == FAULTY
+
 
 def follow(facts: Mapping[str, Any], probes: Mapping[str, Probe] | None, offers: Offers | None) -> LongPrefill | None:
     """The chain for these facts; None unless vLLM serves a DSA model on an AMD GPU."""
@@ -104,15 +110,20 @@ def follow(facts: Mapping[str, Any], probes: Mapping[str, Probe] | None, offers:
         num_chunks=-(-prompt // chunk) if prompt else None,
         num_subchunks=-(-min(chunk, prompt) * prompt // scores) if prompt else None,
         causes=causes,
-        safe_tokens=_safe(causes, third),
+        safe_tokens=_safe(causes, str(facts.get("arch")), scores // chunk + 1, third),
         dense_possible=_dense_possible(facts),
     )
 
 
-def _safe(causes: Mapping[str, str], third: int) -> int | None:
+def _safe(causes: Mapping[str, str], arch: str, subchunk: int, third: int) -> int | None:
     if causes["cache-layout"] == FAULTY:
         return 0  # keys are misplaced at every length
-    return third - 1 if causes["plan-key"] == FAULTY else None
+    if causes["plan-key"] == FAULTY:
+        return third - 1
+    if causes["scratch-reserved"] != FAULTY or causes["block-offset-width"] == FAULTY:
+        return None
+    # On record: right up to one chunk without sub-chunks on gfx950, wrong at every length tried on gfx942.
+    return 0 if arch == "gfx942" else min(subchunk, third) - 1
 
 
 def _dense_possible(facts: Mapping[str, Any]) -> bool | None:
@@ -141,12 +152,16 @@ def steps(chain: LongPrefill) -> list[str]:
         f"{name}: {chain.causes[name]}" + (f": {text}" if chain.causes[name] == FAULTY else "")
         for name, text in CAUSES.items()
     ]
+    if chain.suspect:
+        lines.append(
+            "wrong output is on record for this code (vllm-project/vllm#40018); its cause cannot be read in it"
+        )
     return lines
 
 
 def remedies(chain: LongPrefill) -> tuple[Remedy, ...]:
-    """The ways out, in order; none unless this source has a cause of wrong output."""
-    if not chain.wrong:
+    """The ways out, in order; none unless this source has a cause of wrong output or is suspect."""
+    if not (chain.wrong or chain.suspect):
         return ()
     ways = [
         Remedy(
@@ -159,7 +174,8 @@ def remedies(chain: LongPrefill) -> tuple[Remedy, ...]:
         limit = chain.safe_tokens
         flags = ("--max-num-batched-tokens", "--max-model-len")
         command = f"vllm serve MODEL {flags[0]} {chain.chunk_tokens} {flags[1]} {limit}"
-        ways.append(Remedy(do=f"Work-around: at most {limit:,} tokens (two chunks).", command=command, flags=flags))
+        how = "reported, not proved" if chain.suspect else "two chunks"
+        ways.append(Remedy(do=f"Work-around: at most {limit:,} tokens ({how}).", command=command, flags=flags))
     return (*ways, _dense(chain))
 
 
