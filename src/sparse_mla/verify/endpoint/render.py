@@ -104,8 +104,9 @@ def _lines(done: Run, report: Report) -> Iterator[str]:
     yield from (f"proved: {text}" for text in report.proved)
     yield from (f"not proved: {text}" for text in report.not_proved)
     ledger = done.ledger
+    cached = f" ({ledger.cached_tokens:,} of them cached)" if ledger.cached_tokens else ""
     yield (
-        f"endpoint: {verdict_line(done)}; {ledger.prompt_tokens:,} prompt and {ledger.completion_tokens:,} answer tokens in "
+        f"endpoint: {verdict_line(done)}; {ledger.prompt_tokens:,} prompt{cached} and {ledger.completion_tokens:,} answer tokens in "
         f"{ledger.requests} requests, {done.seconds:.0f} s"
     )
     if done.options.save and done.stopped:

@@ -46,7 +46,7 @@ class Ledger:
 
     def __init__(self, budget: int | None) -> None:
         self._budget, self._lock = budget, threading.Lock()
-        self.prompt_tokens = self.completion_tokens = self.requests = 0
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = self.requests = 0
 
     def reserve(self, prompt_tokens: int, answer_tokens: int) -> None:
         """Raises: StoppedError: the budget does not hold another request of this size."""
@@ -63,6 +63,7 @@ class Ledger:
     def correct(self, reserved: tuple[int, int], answer: Answer) -> None:
         """Replace what was reserved by what the server counted."""
         with self._lock:
+            self.cached_tokens += answer.cached_tokens or 0
             if answer.prompt_tokens is not None:
                 self.prompt_tokens += answer.prompt_tokens - reserved[0]
             if answer.completion_tokens is not None:

@@ -92,11 +92,11 @@ def planned(lengths: Iterable[int], *, index_topk: int, least: int, beside: int)
     return probes
 
 
-def try_out(session: Session, probe: Probe, least: float) -> Trial:
-    """Ask a probe; where facts are lost, twice more with other facts."""
+def try_out(session: Session, probe: Probe, least: float, attempts: int = ATTEMPTS) -> Trial:
+    """Ask a probe; where facts are lost, again with other facts, up to ``attempts`` in all."""
     outcomes = [session.ask(probe)]
     if outcomes[0].answered and not outcomes[0].passes(least):
-        outcomes += [session.ask(again(probe, attempt)) for attempt in range(1, ATTEMPTS)]
+        outcomes += [session.ask(again(probe, attempt)) for attempt in range(1, attempts)]
     return Trial(probe=probe, outcomes=tuple(outcomes), least=least)
 
 

@@ -19,7 +19,7 @@ from .options import as_saved, new_seed, parse
 from .outcome import Book, StoppedError, read_book
 from .progress import Progress
 from .session import Ledger, Session, is_refused, other_lengths
-from .sweep import Trial, again, lengths_to_ask, planned, try_out
+from .sweep import ATTEMPTS, Trial, again, lengths_to_ask, planned, try_out
 from .transport import FailedExchange
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def sweep(session: Session, done: Run, progress: Progress) -> None:
         if failing and probe.state in {"prefix", "concurrent"}:
             progress.skip(probe)
             continue
-        trial = try_out(session, probe, done.options.min_recall)
+        attempts = 1 if failing else ATTEMPTS  # beyond a failing length one answer tells enough
+        trial = try_out(session, probe, done.options.min_recall, attempts)
         done.trials.append(trial)
         asked = [again(probe, attempt) for attempt in range(len(trial.outcomes))]
         for neighbour in [one for each in asked for one in session.neighbours(each)]:
@@ -216,6 +217,7 @@ def report(done: Run) -> Report:
         "index_topk": options.index_topk,
         "tokens": {
             "prompt": done.ledger.prompt_tokens,
+            "cached": done.ledger.cached_tokens,
             "completion": done.ledger.completion_tokens,
             "requests": done.ledger.requests,
         },
@@ -291,7 +293,7 @@ def not_reproducible(book: Book) -> list[str]:
             lines.append(
                 f"{outcome.prompt_tokens:,} tokens repeated: same tokens, log probabilities differ by up to {gap:.2g}"
             )
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def _unanswered(trial: Trial, limit: int | None) -> str:

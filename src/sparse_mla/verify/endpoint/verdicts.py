@@ -145,7 +145,8 @@ def position_verdict(trial: Trial, index_topk: int) -> Verdict:
             evidence=evidence,
             excludes=("position of the facts: the last page is lost with the first",),
         )
-    depths = sorted({label for outcome in lost for label, _, found in outcome.facts if not found})
+    missing = sorted((start, label) for outcome in lost for label, start, found in outcome.facts if not found)
+    depths = list(dict.fromkeys(label for _, label in missing))
     return Verdict(
         id="endpoint.depth",
         statement=f"Some facts survive at {length:,} tokens; lost at: {', '.join(depths)}.",
