@@ -204,5 +204,5 @@ CASES = (
     *variants("C7", two_workspaces, (PLAIN,)),
     *variants("C7", locked, (PLAIN,), (FP8,)),
     *variants("C7", envelope, *((geometry, 130, 6000) for geometry in _WIDE)),
-    *variants("C7", envelope, (GLM_TP4, 4096, 20000), (GLM_TP4_FP8, 4096, 20000), tag=BENCH),
+    *variants("C7", envelope, (GLM_TP4, 512, 20000), (GLM_TP4_FP8, 512, 20000), tag=BENCH),
 )
