@@ -90,6 +90,20 @@ def test_words_of_several_tokens_are_counted_and_not_trusted():
     assert len(prompt.content) == 3001
 
 
+def test_only_words_that_are_single_tokens_become_filler():
+    model = Model(Script())
+    split = [word for group in DEFAULT.filler for word in group if word[0] in "aeioust"]
+
+    def count(text):
+        return len(model.tokenize(text)) + sum(text.split().count(word) for word in split)
+
+    meter = TextMeter(count, DEFAULT)
+    assert len(meter.filler) >= 8
+    assert not set(meter.filler) & set(split)
+    (prompt,) = composer(meter).prompts(Recipe(key="a", length=3000, nominal=3000))
+    assert count(prompt.content) == 3000
+
+
 def test_a_tokenizer_that_knows_no_filler_word_is_refused():
     with pytest.raises(UsageError, match="--style"):
         IdMeter(lambda text, _special: [0] * len(text.split()), DEFAULT)

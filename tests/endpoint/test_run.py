@@ -420,6 +420,21 @@ def test_wrong_usage_is_told_before_anything_is_sent(verify, arguments):
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [["--budget-tokens", "9"], ["--resume"], ["--timeout", "1"], ["--save", "x"]])
+def test_its_options_mean_nothing_without_an_endpoint(verify, arguments):
+    result = verify(*arguments)
+    assert result.code == 2
+    assert "needs --endpoint URL beside it" in result.err
+
+
+def test_answers_in_a_report_cannot_move_a_terminal_s_cursor(verify, tmp_path):
+    report = tmp_path / "report.md"
+    with serve(Script(separator=lambda: ":\x1b[2J ")) as url:
+        assert verify("--endpoint", url, "--report", str(report), "--with-text", lengths="1200").code == 0
+    assert "\x1b" not in report.read_text()
+    assert "[2J" in report.read_text()
+
+
 def test_a_hanging_server_times_out_and_ctrl_c_leaves_a_partial_report(tmp_path):
     hang = Script(
         refuse=lambda path, body, _number: (

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if args.engine:
             raise UsageError("--endpoint", needs="no --engine beside it", got=args.engine)
         return endpoint.run(args)
+    endpoint.refuse_alone(args)
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device):
         raise UsageError("--device", needs="cpu, cuda or cuda:N", got=repr(args.device))
     args.seed = args.seed or 0

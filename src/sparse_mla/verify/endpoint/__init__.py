@@ -1,18 +1,18 @@
 """`sparse-mla verify --endpoint`: black box, any OpenAI-compatible server, standard library HTTP.
 
-``add_arguments`` and ``run`` are all that the command line calls. See docs/verify-endpoint.md.
+``add_arguments``, ``refuse_alone`` and ``run`` are all that the command line calls. See docs/verify-endpoint.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .options import add_arguments
+from .options import add_arguments, refuse_alone
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "refuse_alone", "run"]
 
 
 def run(args: argparse.Namespace) -> int:

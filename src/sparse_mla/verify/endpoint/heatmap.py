@@ -116,10 +116,10 @@ def _row(row: Row, y: int, chunk: int | None) -> Iterable[str]:
 
 
 def _colour(share: float) -> str:
-    """From red (0) over white to blue (1)."""
-    lost, kept = (178, 24, 43), (33, 102, 172)
+    """From red (0) over sand (a half) to blue (1); white stays for no fact."""
+    lost, half, kept = (178, 24, 43), (240, 220, 160), (33, 102, 172)
     end, weight = (kept, 2 * share - 1) if share >= 0.5 else (lost, 1 - 2 * share)
-    return "#" + "".join(f"{round(255 + (part - 255) * weight):02x}" for part in end)
+    return "#" + "".join(f"{round(mid + (part - mid) * weight):02x}" for mid, part in zip(half, end, strict=True))
 
 
 def _text(x: int, y: int, text: str, size: int = 12) -> str:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from ...errors import NotCheckableError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from .style import Style
 
 _LEAST_WORDS = 8
+_BEFORE = "Text:"
 
 
 class IdMeter:
@@ -73,19 +74,30 @@ class TextMeter:
     def __init__(self, count: Callable[[str], int], style: Style) -> None:
         self._count = count
         self._known: dict[str, int] = {}
-        base = self._tokens("Text:")
-        measured = []
-        for group in _with_halves(style.filler):
-            cost, rest = divmod(self._tokens("Text: " + " ".join(group)) - base, len(group))
-            if rest == 0 and cost > 0:
-                measured.append((cost, -len(group), group))
-            if (cost, rest) == (1, 0):
+        self._base = self._tokens(_BEFORE)
+        found: list[tuple[int, tuple[str, ...]]] = []
+        for group in style.filler:
+            costs = self._word_costs(group)
+            for cost in sorted(set(costs.values())):
+                alike = tuple(word for word in group if costs[word] == cost)
+                found += [(cost, alike)] if len(alike) >= _LEAST_WORDS and cost > 0 else []
+            if any(cost == 1 for cost, _ in found):
                 break
-        if not measured:
+        if not found:
             raise NotCheckableError(
                 "no filler words of a known number of tokens", hint="Give words of the model's vocabulary with --style."
             )
-        self._cost, _, self.filler = min(measured)
+        self._cost, self.filler = min(found, key=lambda one: one[0])
+
+    def _word_costs(self, words: tuple[str, ...]) -> dict[str, int]:
+        """Tokens of each word, counted together as long as all are single ones."""
+        total = self._tokens(" ".join((_BEFORE, *words))) - self._base
+        if total == len(words):
+            return dict.fromkeys(words, 1)
+        if len(words) == 1:
+            return {words[0]: total}
+        half = len(words) // 2
+        return self._word_costs(words[:half]) | self._word_costs(words[half:])
 
     def _tokens(self, text: str) -> int:
         if text not in self._known:
@@ -111,12 +123,6 @@ class TextMeter:
             pieces += [f" {word(number)}" for _ in range(more)]
             words += more
         return "".join(pieces), self._tokens("".join(parts)) + words * self._cost
-
-
-def _with_halves(groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    groups = list(groups)
-    halves = [half for group in groups for half in (group[: len(group) // 2], group[len(group) // 2 :])]
-    return groups + [half for half in halves if len(half) >= _LEAST_WORDS]
 
 
 def _mean_length(words: dict[str, list[int]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from ...errors import UsageError
 from ..report import writable
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping
 
 DEFAULT_LENGTHS = (20_000, 40_000, 60_000, 80_000, 100_000)
@@ -161,6 +161,19 @@ def parse(args: argparse.Namespace) -> Options:
         format=args.format,
         given=frozenset(name for name in _FROM_SAVED if getattr(args, name) is not None),
     )
+
+
+def refuse_alone(args: argparse.Namespace) -> None:
+    """Without ``--endpoint`` none of its options means anything.
+
+    Raises:
+        UsageError: one was given.
+    """
+    own = argparse.ArgumentParser(add_help=False)
+    add_arguments(own)
+    for name, default in vars(own.parse_args([])).items():
+        if getattr(args, name) != default:
+            raise UsageError(f"--{name.replace('_', '-')}", needs="--endpoint URL beside it", got="none")
 
 
 _LEAST = {

@@ -72,6 +72,11 @@ def verdict_line(done: Run) -> str:
     return "verified: no facts were lost"
 
 
+def _printable(text: str) -> str:
+    """No control characters of a server on anybody's terminal."""
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
 def _table(done: Run) -> Table:
     drawn = Table(
         title="facts recalled, by depth from first to last tenth", title_justify="left", box=None, pad_edge=False
@@ -151,5 +156,5 @@ def markdown(done: Run, report: Report) -> Iterator[str]:
         for key, outcome in done.book.outcomes.items():
             if outcome.answered:
                 yield from ("", f"{key}:", "")
-                yield from (f"    {line}" for line in outcome.text.splitlines() or [""])
+                yield from (f"    {_printable(line)}" for line in outcome.text.splitlines() or [""])
     yield ""
