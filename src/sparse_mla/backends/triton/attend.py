@@ -258,15 +258,15 @@ class Attend:
         self._tile, self._split = attend_tile(problem, device), attend_split(problem, device)
 
     def warm_up(self, where: torch.device) -> None:
-        """Run every kernel on tokens that attend to nothing: decoding, few and many, and prefilling, with and without lse."""
+        """Run every kernel on tokens that attend to nothing, decoding and prefilling, with and without lse."""
         problem, dims = self._problem, self._problem.dims
         specs = attend_buffers(problem, self._device, 0)
         workspace = Workspace(where)
         workspace.reserve(packed_bytes(specs))
         view = empty_view(problem.latent, problem.latent_block_size, where)
         dtype = torch_dtype(problem.dtype)
-        many = self._split.rows + 1
-        for query_lens in ((1,), (1,) * many, (DECODE_THRESHOLD + 1,)):
+        split = self._split.rows  # the most that is split; one row leaves most of the device idle
+        for query_lens in ((1,), (1,) * split, (1,) * (split + 1), (DECODE_THRESHOLD + 1,)):
             rows = sum(query_lens)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
             batch = BatchLayout(
@@ -348,9 +348,11 @@ class Attend:
         shape = {"LSE": lse is not None, "HEADS": dims.num_heads, "RANK": dims.kv_lora_rank}
         split = not run.prefill and self._split.parts > 1 and rows <= self._split.rows
         whole = {"SEGMENT": scratch["places"].shape[1], "PARTS": 1}
+        grid = (rows * -(-dims.num_heads // tile.heads), self._split.parts if split else 1)
+        alone = split and grid[0] * grid[1] <= self._device.units
         launch(
             attend_rows,
-            (rows * -(-dims.num_heads // tile.heads), self._split.parts if split else 1),
+            grid,
             q,
             latent.tensor,
             scratch["places"],
@@ -370,7 +372,7 @@ class Attend:
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
-            STAGES=tile.split_stages if split else tile.stages,
+            STAGES=tile.split_stages if alone else tile.stages,
             num_warps=tile.warps,
         )
         if split:

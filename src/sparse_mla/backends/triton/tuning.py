@@ -42,8 +42,8 @@ class ScoreTile:
 class AttendTile:
     """One product of attend: ``heads`` heads of one token by ``keys`` selected rows.
 
-    ``split_stages`` is for calls too small to fill the device, where each program must hide its own latency. Stages
-    change no bit.
+    ``split_stages`` is for calls with fewer programs than multiprocessors, where each must hide its own latency.
+    Stages change no bit.
     """
 
     heads: int
@@ -109,7 +109,7 @@ def attend_tile(problem: Problem, device: Device) -> AttendTile:
     if not roomy:
         return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, split_stages=3)
     if small:
-        return AttendTile(heads=16, keys=64, warps=4, stages=3, split_stages=4)
+        return AttendTile(heads=16, keys=64, warps=4, stages=2, split_stages=5)
     if heads <= 32:
         return AttendTile(heads=32, keys=32, warps=4, stages=3, split_stages=4)
     return AttendTile(heads=64, keys=64, warps=8, stages=3, split_stages=3)

@@ -1,0 +1,91 @@
+"""Runs conformance cases on the Triton kernels in Triton's interpreter; a process of its own, because kernels choose
+between interpreter and compiler when they are imported. Prints the cases that passed; fails with the first that does not.
+
+Geometries are in fp16 and fp32: the interpreter multiplies and rounds bf16 wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from sparse_mla.backends.table import TABLE
+from sparse_mla.backends.triton import scratch
+from sparse_mla.cache import index_fp8
+from sparse_mla.testing.candidates import Candidate
+from sparse_mla.testing.conformance import empty, layout
+from sparse_mla.testing.conformance.rows import prompts_of
+from sparse_mla.testing.geometries import plain_caches, sizes
+from sparse_mla.testing.lane import Lane, Span, demand_reference, new_layer
+
+HALF = plain_caches("half", sizes(3, 4, 24), "f16")
+SINGLE = plain_caches("single", sizes(18, 3, 24, index_dim=32, rope=0), "f32", block_size=5)
+FP8 = replace(plain_caches("index-fp8", sizes(2, 4, 24), "f16"), index=index_fp8(64))
+FNUZ = replace(FP8, name="index-fnuz", index=index_fp8(64, encoding="fp8fnuz"))
+
+
+def candidate():
+    own = [replace(row, requires=replace(row.requires, archs=("cpu",))) for row in TABLE if row.name == "triton"]
+    return Candidate.of("triton", own)
+
+
+def few_candidates():
+    """Sampled limits from the hundredth key on, which cut for real."""
+    scratch._LEAST_CANDIDATES = 64
+    scratch._LEAST_STRIDE = 4
+
+
+def bad_limits():
+    """Limits that let one key pass: every sampled row takes the exact path."""
+    few_candidates()
+    scratch.candidates = lambda topk: 64
+    scratch.sample_rank = lambda problem: 1
+
+
+def write_bytes(judged):
+    layout.not_a_number(judged, FP8)
+    layout.not_a_number(judged, FNUZ)
+
+
+def index_lists(judged):
+    empty.index_lists(judged, HALF)
+
+
+def nothing_to_see(judged):
+    empty.mixed(judged, SINGLE)
+
+
+def ties_and_limits(judged):
+    few_candidates()
+    prefill(judged, FP8)
+
+
+def exact_path(judged):
+    bad_limits()
+    prefill(judged, FP8)
+
+
+def prefill(judged, geometry):
+    """Two prompts whose scores tie, in one call and in fast mode: some rows of them against the reference."""
+    prompts = prompts_of(geometry, "tied", (97, 20))
+    layer = new_layer(geometry, prompts)
+    problem = geometry.problem(max_num_tokens=64, max_num_requests=2, max_model_len=128, deterministic=False)
+    lane = Lane(judged, problem)
+    spans = [Span(0, 0, 64), Span(0, 64, 97), Span(1, 0, 20)]
+    lane.write(layer, spans[:1])
+    lane.write(layer, spans[1:])
+    for span, answer in zip(spans[1:], lane.read(layer, spans[1:], padding=2), strict=True):
+        some = [0, span.size // 2, span.size - 1]
+        demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
+
+
+GROUPS = (write_bytes, index_lists, nothing_to_see, ties_and_limits, exact_path)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for group in GROUPS:
+        if group.__name__ in sys.argv[1:]:
+            group(candidate())
+            print(group.__name__)
