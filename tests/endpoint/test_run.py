@@ -271,6 +271,15 @@ def test_the_budget_is_a_bound_and_the_report_is_partial(verify):
     assert result.json["checks"]
 
 
+def test_a_fault_found_just_before_the_budget_ends_is_reported(verify):
+    with serve(Script(lose=lambda seen, _: seen.tokens > 1500)) as url:
+        result = verify("--endpoint", url, "--budget-tokens", "5200", lengths="2000")
+    assert result.json["facts"]["stopped"]
+    assert [case["probe"] for case in result.json["cases"]][-1] == "0:cold/2000/0"
+    assert result.code == 1
+    assert result.json["findings"]
+
+
 def test_a_run_goes_on_where_it_stopped_and_asks_nothing_twice(verify, tmp_path):
     saved = tmp_path / "run.json"
     script = Script()

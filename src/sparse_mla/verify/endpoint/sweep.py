@@ -12,7 +12,7 @@ from .outcome import Probe
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .outcome import Outcome
+    from .outcome import Book, Outcome
     from .session import Session
 
 ATTEMPTS = 3
@@ -98,6 +98,13 @@ def try_out(session: Session, probe: Probe, least: float, attempts: int = ATTEMP
     if outcomes[0].answered and not outcomes[0].passes(least):
         outcomes += [session.ask(again(probe, attempt)) for attempt in range(1, attempts)]
     return Trial(probe=probe, outcomes=tuple(outcomes), least=least)
+
+
+def trial_of(probe: Probe, book: Book, least: float) -> Trial:
+    """What a book holds of a probe, without asking anything."""
+    attempts = [probe] if probe.state == "beside" else [again(probe, attempt) for attempt in range(ATTEMPTS)]
+    outcomes = tuple(book.outcomes[one.key] for one in attempts if one.key in book.outcomes)
+    return Trial(probe=probe, outcomes=outcomes, least=least)
 
 
 def again(probe: Probe, attempt: int) -> Probe:

@@ -19,7 +19,7 @@ from .options import as_saved, new_seed, parse
 from .outcome import Book, StoppedError, read_book
 from .progress import Progress
 from .session import Ledger, Session, is_refused, other_lengths
-from .sweep import ATTEMPTS, Trial, again, lengths_to_ask, planned, try_out
+from .sweep import ATTEMPTS, Trial, again, lengths_to_ask, planned, trial_of, try_out
 from .transport import FailedExchange
 
 if TYPE_CHECKING:
@@ -43,12 +43,19 @@ class Run:
     ledger: Ledger
     identities: list[Identity] = field(default_factory=list)
     plan: list[Probe] = field(default_factory=list)
-    trials: list[Trial] = field(default_factory=list)
+    asked: list[Probe] = field(default_factory=list)
     localiser: Localiser | None = None
     compared: list[Difference] | None = None
     stopped: str = ""
     interrupted: bool = False
     seconds: float = 0.0
+
+    @property
+    def trials(self) -> list[Trial]:
+        """What was asked of the plan, as far as the book has it: a run may stop between two attempts."""
+        return [
+            trial for probe in self.asked if (trial := trial_of(probe, self.book, self.options.min_recall)).outcomes
+        ]
 
     @property
     def unanswered(self) -> list[Trial]:
@@ -161,13 +168,9 @@ def sweep(session: Session, done: Run, progress: Progress) -> None:
             progress.skip(probe)
             continue
         attempts = 1 if failing else ATTEMPTS  # beyond a failing length one answer tells enough
+        done.asked.append(probe)
+        done.asked += [one for attempt in range(attempts) for one in session.neighbours(again(probe, attempt))]
         trial = try_out(session, probe, done.options.min_recall, attempts)
-        done.trials.append(trial)
-        asked = [again(probe, attempt) for attempt in range(len(trial.outcomes))]
-        for neighbour in [one for each in asked for one in session.neighbours(each)]:
-            outcome = done.book.outcomes.get(neighbour.key)
-            if outcome is not None:
-                done.trials.append(Trial(probe=neighbour, outcomes=(outcome,), least=trial.least))
         failing = failing or (probe.state == "cold" and trial.fails)
 
 
