@@ -120,6 +120,23 @@ def test_a_second_endpoint_tells_chunk_count_from_length(verify, other, expected
     assert words in result.json["facts"]["verdicts"][1]["statement"]
 
 
+def test_near_the_limit_neighbouring_lengths_are_sought_below(verify):
+    script = Script(limit=2403, lose=lambda seen, _: seen.tokens > 1200 and seen.tokens % 4 == 3)
+    with serve(script) as url:
+        result = verify("--endpoint", url, "--concurrency", "0", lengths=None)
+    assert result.json["facts"]["lengths"] == [1001, 2003]
+    assert result.verdicts == ["endpoint.garbled", "endpoint.length-modulo"]
+    assert result.json["facts"]["complete"]
+
+
+def test_a_second_endpoint_that_takes_less_cannot_be_compared(verify):
+    first = Script(lose=lambda seen, _: seen.tokens > 1800)
+    with serve(first) as url, serve(Script(limit=1800)) as second:
+        result = verify("--endpoint", url, "--endpoint", second, "--concurrency", "0", lengths="2000")
+    assert result.code == 1
+    assert "the second endpoint takes 1,400 tokens, too few" in result.json["facts"]["stopped"]
+
+
 def test_a_fault_that_comes_and_goes_is_named_so(verify):
     lost = iter([True])
     script = Script(lose=lambda seen, at: seen.tokens == 2000 and at > 1900 and next(lost, False))

@@ -107,10 +107,7 @@ class Localiser:
         self.verdicts.append(position)
         if position.id == "endpoint.last-topk":
             return
-        near = {
-            length: self._fails_once(length) for length in range(first - _NEAR, first + _NEAR + 1) if length != first
-        }
-        near[first] = True
+        near = {length: length == first or self._fails_once(length) for length in self._near(first)}
         modulo = modulo_verdict(near)
         if modulo:
             self.verdicts.append(modulo)
@@ -119,6 +116,11 @@ class Localiser:
             self._longest_passing(first, near), min(length for length, lost in near.items() if lost)
         )
         self.verdicts.append(self._chunks_or_length(first, self.edge))
+
+    def _near(self, first: int) -> range:
+        """Seven lengths around the failing one, or below it where the server's limit is close."""
+        start = min(first - _NEAR, self._session.servers[0].room - 2 * _NEAR)
+        return range(start, start + 2 * _NEAR + 1)
 
     def _longest_passing(self, first: int, near: Mapping[int, bool]) -> int:
         passing = [length for length in self._cold(lambda trial: trial.ok) if length < first]
@@ -147,7 +149,7 @@ class Localiser:
             evidence=(f"{edge.passes:,} tokens pass, {edge.fails:,} fail, cold and alone", staged),
             excludes=(
                 "concurrency and cache state: every prompt was new and alone",
-                f"length modulo: {first - _NEAR:,} to {first + _NEAR:,} show no pattern",
+                f"length modulo: {self._near(first)[0]:,} to {self._near(first)[-1]:,} show no pattern",
             ),
             leaves_open=(
                 "number of prefill chunks or length: give a second --endpoint of another chunk size to tell them apart",
@@ -200,7 +202,12 @@ class Localiser:
         )
 
     def _second_endpoint(self, first: int, edge: Edge) -> Verdict:
-        lengths = sorted({first, *(length for length in self._cold(lambda _: True) if length > first)})
+        room = self._session.servers[1].room
+        lengths = sorted({first, *(length for length in self._cold(lambda _: True) if first < length <= room)})
+        if first > room:
+            raise StoppedError(
+                f"the second endpoint takes {room:,} tokens, too few to compare: {first:,} fail on the first"
+            )
         passed = self._baseline
         for length in lengths:
             if self._fails_once(length, server=1):

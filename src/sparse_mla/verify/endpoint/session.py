@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOST_FAILURES = 3
 BASELINE = "baseline"
 _FEW_FACTS = 4
+_ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,11 @@ class Server:
     composer: Composer
     limit: int | None
     answer_tokens: int
+
+    @property
+    def room(self) -> int:
+        """Longest prompt that leaves room for an answer."""
+        return _ENDLESS if self.limit is None else self.limit - self.answer_tokens
 
 
 class Ledger:
