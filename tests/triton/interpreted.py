@@ -69,11 +69,11 @@ def exact_path(judged):
 
 def prefill(judged, geometry):
     """Two prompts whose scores tie, in one call and in fast mode: some rows of them against the reference."""
-    prompts = prompts_of(geometry, "tied", (97, 20))
+    prompts = prompts_of(geometry, "tied", (84, 18))
     layer = new_layer(geometry, prompts)
     problem = geometry.problem(max_num_tokens=64, max_num_requests=2, max_model_len=128, deterministic=False)
     lane = Lane(judged, problem)
-    spans = [Span(0, 0, 64), Span(0, 64, 97), Span(1, 0, 20)]
+    spans = [Span(0, 0, 64), Span(0, 64, 84), Span(1, 0, 18)]
     lane.write(layer, spans[:1])
     lane.write(layer, spans[1:])
     for span, answer in zip(spans[1:], lane.read(layer, spans[1:], padding=2), strict=True):

@@ -1,0 +1,68 @@
+"""Medians of device time, and what the device could do at best, measured in the same run."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REPEATS = 15
+_FLUSH_BYTES = 256 << 20
+"""Written before each repeat, so that no run finds its inputs in a cache."""
+
+
+def median_us(call: Callable[[], object], where: torch.device, *, graph: bool = False) -> float:
+    """Median time of a call in µs, caches cold; with ``graph`` its launches are captured once and replayed."""
+    call()
+    if where.type == "cpu":
+        return float(median(_cpu_us(call) for _ in range(3)))
+    torch.cuda.synchronize(where)
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        call = captured.replay
+        call()
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=where)
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(where)
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(median(times))
+
+
+def _cpu_us(call: Callable[[], object]) -> float:
+    start = perf_counter()
+    call()
+    return (perf_counter() - start) * 1e6
+
+
+def ceilings(where: torch.device) -> dict[str, float]:
+    """``copy_gbps`` (bytes read plus written), ``gather_gbps`` of random latent rows, ``matmul_tflops`` in bf16."""
+    small = where.type == "cpu"
+    count = (64 if small else 1024) << 20
+    source = torch.empty(count, dtype=torch.uint8, device=where).random_()
+    target = torch.empty_like(source)
+    copy = 2 * count / median_us(lambda: target.copy_(source), where) / 1e3
+    rows = torch.randn(8192 if small else 131072, 576, device=where).bfloat16()
+    picked = torch.randint(0, rows.shape[0], (rows.shape[0] * (1 if small else 16),), device=where)
+    gathered = torch.empty(picked.numel(), 576, dtype=rows.dtype, device=where)
+    took = median_us(lambda: torch.index_select(rows, 0, picked, out=gathered), where)
+    size = 1024 if small else 8192
+    left, right = (torch.randn(size, size, device=where).bfloat16() for _ in range(2))
+    matmul = 2 * size**3 / median_us(lambda: left @ right, where) / 1e6
+    return {
+        "copy_gbps": copy,
+        "gather_gbps": 2 * picked.numel() * 1152 / took / 1e3,
+        "matmul_tflops": matmul,
+    }
