@@ -12,8 +12,10 @@ from .. import envs
 from ..cache import fp8_ds_mla, index_fp8, plain
 from ..device import Device, probe
 from ..dims import MLADims
+from ..errors import BackendRejectedError
 from ..plan import make_plan
 from ..problem import Problem
+from ..resolve import AUTO
 from ..testing.inputs import Prompt
 from . import memory
 from .case import BLOCK_SIZE, NEIGHBOUR, Case, Inputs, Lane
@@ -93,31 +95,47 @@ class Operators:
         self.latents: dict[str, CacheFormat] = {"bf16": plain(dims.head_dim, _DTYPE)}
         if (dims.kv_lora_rank, dims.qk_rope_head_dim) == (512, 64):
             self.latents["fp8_ds_mla"] = fp8_ds_mla(encoding=encoding)
+        if options.backend not in (None, AUTO):
+            self.latents = self._served() or self.latents
         self.longest = max(options.lengths) + _DECODED
         self.plans = self._plans(self.longest)
         self.strict = all(
             stage.mode == "strict" for plan in self.plans.values() for stage in (plan.select, plan.attend)
         )
 
+    def _served(self) -> dict[str, CacheFormat]:
+        """The latent formats that the backend asked for can serve; the report names them."""
+        served = {}
+        for name, latent in self.latents.items():
+            try:
+                make_plan(self._problem(latent, 1), self.facts, backend=self.options.backend)
+            except BackendRejectedError:
+                continue
+            served[name] = latent
+        return served
+
     def _plans(self, total: int) -> dict[str, Plan]:
         """One plan for each latent format, for prompts of up to ``total`` tokens beside a short neighbour."""
 
-        def problem(latent: CacheFormat) -> Problem:
-            return Problem(
-                dims=self.options.dims,
-                dtype=_DTYPE,
-                latent=latent,
-                index=self.index,
-                latent_block_size=BLOCK_SIZE,
-                index_block_size=BLOCK_SIZE,
-                max_num_tokens=total + NEIGHBOUR,
-                max_num_requests=2,
-                max_model_len=max(total, NEIGHBOUR),
-                deterministic=envs.get("SPARSE_MLA_DETERMINISTIC"),
-            )
-
         backend = self.options.backend
-        return {name: make_plan(problem(latent), self.facts, backend=backend) for name, latent in self.latents.items()}
+        return {
+            name: make_plan(self._problem(latent, total), self.facts, backend=backend)
+            for name, latent in self.latents.items()
+        }
+
+    def _problem(self, latent: CacheFormat, total: int) -> Problem:
+        return Problem(
+            dims=self.options.dims,
+            dtype=_DTYPE,
+            latent=latent,
+            index=self.index,
+            latent_block_size=BLOCK_SIZE,
+            index_block_size=BLOCK_SIZE,
+            max_num_tokens=total + NEIGHBOUR,
+            max_num_requests=2,
+            max_model_len=max(total, NEIGHBOUR),
+            deterministic=envs.get("SPARSE_MLA_DETERMINISTIC"),
+        )
 
     def lane(self, total: int | None = None) -> Lane:
         """Fresh objects, planned for ``total`` tokens; None: for the longest prompt."""
