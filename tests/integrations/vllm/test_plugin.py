@@ -67,5 +67,5 @@ def test_a_model_that_is_not_dsa_is_never_judged(setting, monkeypatch):
     """Not even a bad setting stops an engine that does not need us."""
     monkeypatch.setenv("SPARSE_MLA_VLLM", setting)
     monkeypatch.setattr(seams, "current_model_type", lambda: "llama")
-    assert plugin._serves("llama", None) is False
-    assert plugin._choose(lambda: "vllm.Own", None) == "vllm.Own"
+    assert plugin.would_serve("llama", None) is False
+    assert plugin.choose(lambda: "vllm.Own", None) == "vllm.Own"

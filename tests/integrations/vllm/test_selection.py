@@ -10,7 +10,7 @@ import torch
 
 from sparse_mla.backends import table
 from sparse_mla.errors import BackendRejectedError, ConfigError, UsageError
-from sparse_mla.integrations.vllm import contract, engine_plan, seams, selection
+from sparse_mla.integrations.vllm import contract, engine_plan, plugin, seams, selection
 from sparse_mla.plan import make_plan
 from sparse_mla.testing.tiny_model import tiny_config
 
@@ -67,12 +67,12 @@ def vllm(monkeypatch):
 
 
 def test_vllms_own_choice_comes_first(vllm):
-    assert selection.choose_backend(lambda: "vllm.Own", None) == "vllm.Own"
+    assert plugin.choose(lambda: "vllm.Own", None) == "vllm.Own"
     assert vllm.lines == []
 
 
 def test_ours_where_vllm_has_none_and_one_line_says_why(vllm):
-    assert selection.choose_backend(refuse, None) == seams.BACKEND_PATH
+    assert plugin.choose(refuse, None) == seams.BACKEND_PATH
     (line,) = vllm.lines
     assert REFUSAL in line
     assert "eager" in line
@@ -83,29 +83,29 @@ def test_ours_where_vllm_has_none_and_one_line_says_why(vllm):
 def test_an_explicit_request_is_never_answered_by_ours(vllm, mode, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_VLLM", mode)
     with pytest.raises(NotImplementedError, match=REFUSAL):
-        selection.choose_backend(refuse, "FLASHMLA_SPARSE")
-    assert selection.choose_backend(lambda: "vllm.Own", "FLASHMLA_SPARSE") == "vllm.Own"
+        plugin.choose(refuse, "FLASHMLA_SPARSE")
+    assert plugin.choose(lambda: "vllm.Own", "FLASHMLA_SPARSE") == "vllm.Own"
 
 
 def test_off_leaves_vllms_own_error(vllm, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_VLLM", "off")
     with pytest.raises(NotImplementedError, match=REFUSAL):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
 
 
 def test_always_comes_before_vllms_own(vllm, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_VLLM", "always")
-    assert selection.choose_backend(lambda: "vllm.Own", None) == seams.BACKEND_PATH
+    assert plugin.choose(lambda: "vllm.Own", None) == seams.BACKEND_PATH
 
 
 def test_by_name(vllm):
-    assert selection.choose_backend(lambda: "vllm.Own", "SPARSE_MLA") == seams.BACKEND_PATH
+    assert plugin.choose(lambda: "vllm.Own", "SPARSE_MLA") == seams.BACKEND_PATH
 
 
 def test_a_model_that_is_not_dsa_keeps_vllms_error(vllm, monkeypatch):
     monkeypatch.setattr(seams, "current_model_type", lambda: "deepseek_v4")
     with pytest.raises(NotImplementedError, match=REFUSAL):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
 
 
 def test_an_error_that_is_no_refusal_is_not_swallowed(vllm):
@@ -113,23 +113,23 @@ def test_an_error_that_is_no_refusal_is_not_swallowed(vllm):
         raise KeyError("a bug of vLLM's")
 
     with pytest.raises(KeyError, match="a bug of vLLM's"):
-        selection.choose_backend(broken, None)
+        plugin.choose(broken, None)
 
 
 def test_a_bad_setting_is_refused_for_a_dsa_model(vllm, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_VLLM", "yes")
     with pytest.raises(UsageError, match=r"SPARSE_MLA_VLLM.*off\|fallback\|always.*'yes'"):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0"])
 def test_an_unsupported_vllm_is_refused_with_the_versions(vllm, version, monkeypatch):
     monkeypatch.setattr(seams, "installed", lambda: seams.Installed(version, Path("/nowhere")))
     with pytest.raises(BackendRejectedError) as caught:
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
     assert f"needs {seams.SUPPORTED}, got {version}" in str(caught.value)
     assert REFUSAL in str(caught.value)
-    assert selection.choose_backend(lambda: "vllm.Own", None) == "vllm.Own"
+    assert plugin.choose(lambda: "vllm.Own", None) == "vllm.Own"
 
 
 def test_a_vllm_that_changed_under_a_seam_is_refused(vllm, monkeypatch):
@@ -138,16 +138,16 @@ def test_a_vllm_that_changed_under_a_seam_is_refused(vllm, monkeypatch):
     )
     monkeypatch.setattr(selection, "mismatches", lambda _root: [found])
     with pytest.raises(BackendRejectedError, match="CommonAttentionMetadata needs a use of seq_lens"):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
 
 
 def test_unasked_ours_serves_only_where_a_run_is_on_record(vllm, monkeypatch):
     rows = tuple(replace(row, proved_on=("cuda",)) for row in table.TABLE)
     monkeypatch.setattr(engine_plan, "make_plan", lambda *args: make_plan(*args, rows=rows))
     with pytest.raises(BackendRejectedError, match="SPARSE_MLA_VLLM=always"):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
     monkeypatch.setenv("SPARSE_MLA_VLLM", "always")
-    assert selection.choose_backend(refuse, None) == seams.BACKEND_PATH
+    assert plugin.choose(refuse, None) == seams.BACKEND_PATH
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_unasked_ours_serves_only_where_a_run_is_on_record(vllm, monkeypatch):
 def test_what_is_not_supported_is_refused_at_start_up(vllm, changes, words):
     vllm.build(**changes)
     with pytest.raises(BackendRejectedError) as caught:
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
     assert words in str(caught.value)
     assert REFUSAL in str(caught.value)
 
@@ -173,14 +173,14 @@ def test_what_is_not_supported_is_refused_at_start_up(vllm, changes, words):
 def test_all_reasons_come_at_once(vllm):
     vllm.build(decode_context_parallel=2, kv_connector="NixlConnector", kv_cache_dtype="fp8")
     with pytest.raises(BackendRejectedError) as caught:
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
     assert len(caught.value.reasons) == 3
 
 
 def test_heads_that_do_not_divide_are_refused(vllm):
     vllm.build(tensor_parallel=3)
     with pytest.raises(ConfigError, match="a multiple of TP = 3"):
-        selection.choose_backend(refuse, None)
+        plugin.choose(refuse, None)
 
 
 @pytest.mark.parametrize(

@@ -7,44 +7,29 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 
 from ... import envs
-from ...dims import MODEL_TYPES
 from ...errors import BackendRejectedError
 from ...requirements import Reason
 from . import seams
 from .contract import mismatches
 from .engine_plan import plan_for
+from .plugin import MODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ...plan import Plan
 
-MODE = "SPARSE_MLA_VLLM"
-
-
-def would_serve(model_type: str | None, asked_for: str | None) -> bool:
-    """Whether ours is going to be asked for a model: it is DSA, and no other backend was asked for.
-
-    Raises:
-        UsageError: the model is DSA and SPARSE_MLA_VLLM has a bad value.
-    """
-    if model_type not in MODEL_TYPES or asked_for not in (None, seams.BACKEND_NAME):
-        return False
-    return bool(envs.get(MODE) != "off")
-
 
 def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
-    """Class path of the backend for the sparse MLA layers of the model that is being built.
+    """Class path of the backend for the sparse MLA layers of a DSA model.
 
     Args:
         native: vLLM's own choice; raises where it has none.
-        asked_for: name of an explicit request, which is never answered by another backend.
+        asked_for: ours by name, or None; a request for another backend never comes here.
 
     Raises:
         BackendRejectedError: ours was asked for, or nothing else is left, and it cannot serve; lists every reason.
     """
-    if not would_serve(seams.current_model_type(), asked_for):
-        return native()
     if asked_for == seams.BACKEND_NAME:
         return _ours("it was asked for by name")
     if envs.get(MODE) == "always":
