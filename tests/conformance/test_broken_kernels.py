@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -70,7 +71,8 @@ def judge(folder, backend, *more):
     """`pytest --pyargs sparse_mla.testing --backend ...` as a user runs it, in a folder of their own."""
     (folder / "outside.py").write_text(OUTSIDE)
     command = [sys.executable, "-m", "pytest", "--pyargs", "sparse_mla.testing", "--backend", backend, "-qra", *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=300, check=False)
 
 
 FEW = ("-k", "C2-exact-plain or C3-mixed-plain or judged")

@@ -48,13 +48,16 @@ def test_a_device_that_is_neither_cpu_nor_gpu_is_refused(where):
 
 
 def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="device cuda:1"):
+        probe("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UsageError, match="device cuda"):
         probe("cuda")
 
 
 def fake_gpu(monkeypatch, hip=None, **facts):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", hip)
     defaults = {"name": "card", "multi_processor_count": 7, "L2_cache_size": 99, "major": 9, "minor": 0}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(**defaults | facts))
