@@ -84,6 +84,8 @@ def nothing_visible(candidate: Candidate, geometry: Geometry) -> None:
     rows = lane.ask(layer, batch, late)
     demand_empty(rows.at(slice(0, extra)), f"{geometry} rows before the first key")
     demand_same(rows.at(slice(extra, None)), one_shot(candidate, geometry, prompt).at(slice(0, 10)), str(geometry))
+    forgotten = BatchLayout.build(query_lens=[extra + 10], seq_lens=[0], block_table=layer.table[2:])
+    demand_empty(lane.ask(layer, forgotten, late), f"{geometry} a request with nothing in the cache")
 
 
 def index_lists(candidate: Candidate, geometry: Geometry) -> None:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..geometries import DEEPSEEK_TP8, FULL, GLM_TP4, GLM_TP4_FP8, Geometry, fp8_caches, plain_caches, sizes
+from ...cache import plain
+from ..geometries import (
+    DEEPSEEK_TP8,
+    FNUZ,
+    FP8,
+    FULL,
+    GLM_TP4,
+    GLM_TP4_FP8,
+    PLAIN,
+    Geometry,
+    fp8_caches,
+    plain_caches,
+    sizes,
+)
 from ..lane import Lane, Span, demand_reference, new_layer
 from .case import variants
 from .rows import demand_as_one_shot, lane_for, prompts_of
@@ -43,6 +57,14 @@ OTHER_RANKS = (
     fp8_caches("rank128", sizes(4, 2, 16, rank=128, rope=32)),
     fp8_caches("rank1024", sizes(2, 2, 16, rank=1024), "fp8fnuz"),
 )
+MIXED = (
+    replace(FP8, name="fp8-f16", dtype="f16"),
+    replace(FP8, name="fp8-f32", dtype="f32"),
+    replace(PLAIN, name="bf16-latent-fp8-keys", index=FP8.index),
+    replace(FP8, name="fp8-latent-f32-keys", index=plain(FP8.dims.index_head_dim, "f32")),
+    replace(FNUZ, name="fnuz-latent-fp8-keys", index=FP8.index),
+)
+"""An engine chooses the two caches' formats one by one."""
 
 
 def sized(candidate: Candidate, geometry: Geometry) -> None:
@@ -74,7 +96,7 @@ def model_sized(candidate: Candidate, geometry: Geometry, length: int) -> None:
 
 
 CASES = (
-    *variants("C4", sized, *((geometry,) for geometry in (*_grid(), *OTHER_RANKS))),
+    *variants("C4", sized, *((geometry,) for geometry in (*_grid(), *OTHER_RANKS, *MIXED))),
     *variants("C4", model_sized, *((geometry, 2600) for geometry in (GLM_TP4, GLM_TP4_FP8, DEEPSEEK_TP8))),
     *variants("C4", model_sized, *((geometry, 20000) for geometry in (GLM_TP4, DEEPSEEK_TP8)), tag=FULL),
 )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...reference.write import decode_rows
-from ..compare import check_attention, demand
-from ..geometries import BENCH, DEEPSEEK_TP8, FP8, GLM_TP4, GLM_TP4_FP8, ODD, PLAIN, SMALL, Geometry
+from ..compare import check_attention, check_selection, demand
+from ..geometries import BENCH, DEEPSEEK_TP8, FNUZ, FP8, GLM_TP4, GLM_TP4_FP8, ODD, PLAIN, SMALL, Geometry
 from ..lane import Lane, Span, demand_reference, new_layer, whole
 from .case import variants
 from .rows import lane_for, prompts_of
@@ -25,6 +25,19 @@ def reference(candidate: Candidate, geometry: Geometry, kind: str) -> None:
         for span, rows in zip(spans, lane.step(layer, spans), strict=True):
             positions = range(span.start, span.stop)
             demand_reference(layer, span.request, rows, positions, exact=kind != "normal", where=str(geometry))
+
+
+def plain_queries(candidate: Candidate, geometry: Geometry) -> None:
+    """Index queries in the activations' dtype on fp8 keys."""
+    prompt, lane = prompts_of(geometry, "normal", (90,))[0], lane_for(candidate, geometry)
+    layer, span = new_layer(geometry, [prompt], where=candidate.where), Span(0, 0, 90)
+    lane.write(layer, [span])
+    index_q, weights = layer.rows("index_q", [span]), layer.rows("index_weights", [span])
+    indices, _ = lane.select(layer, layer.batch([span]), layer.asked([span])._replace(index_q=index_q, weights=weights))
+    keys, scale = decode_rows(layer.index, layer.slots(span).tolist())
+    for row in range(span.size):
+        seen = slice(0, row + 1)
+        demand(check_selection(row, indices[row], index_q[row], weights[row], keys[seen], scale[seen]), str(geometry))
 
 
 def magnitudes(candidate: Candidate, geometry: Geometry, factor: float) -> None:
@@ -86,6 +99,7 @@ CASES = (
     *variants(
         "C11", magnitudes, *((geometry, factor) for geometry in (PLAIN, FP8, ODD) for factor in (1e-4, 30.0, 1e3))
     ),
+    *variants("C11", plain_queries, (FP8,), (FNUZ,)),
     *variants("C11", whole_numbers, (PLAIN,), (ODD,)),
     *variants("C11", at_model_size, *((g, 20000) for g in (GLM_TP4, GLM_TP4_FP8, DEEPSEEK_TP8)), tag=BENCH),
 )
