@@ -153,7 +153,7 @@ def test_a_fault_from_the_third_chunk_on_is_caught_and_localised(engine, verify)
 )
 def test_an_answer_spoilt_on_its_way_is_no_verdict_on_the_engine(engine, verify, how, kind):
     with spoiling(engine.address, how) as url:
-        patience = ("--retries", "0", "--timeout", "6" if how == "hang" else "300")
+        patience = ("--retries", "0", "--timeout", "4" if how == "hang" else "300")
         result = verify("--endpoint", url, *engine.options, *patience, "--concurrency", "0", lengths=str(LENGTH))
     assert result.code == 3, result.err
     assert {one["failure"] for one in result.json["facts"]["unanswered"]} == {kind}
