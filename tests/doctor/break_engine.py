@@ -118,6 +118,7 @@ def logged(scratch: Path, folder: Path, arguments: dict, environment: dict) -> s
     )
     shortened = done.stdout.replace(str(scratch), "SCRATCH")
     shortened = re.sub(r"[^\s\"'(=]*/site-packages/", "site-packages/", shortened)
+    shortened = re.sub(r"[^\s\"'(=]*/(lib/python3\.\d+/)", r"\1", shortened)
     return re.sub(r"[^\s\"'(=]*/src/sparse_mla/", "sparse_mla/", shortened)
 
 

@@ -6,6 +6,7 @@ import pytest
 from doctor_evidence import CONFIG, model, write
 
 from sparse_mla.device import KNOWN
+from sparse_mla.doctor import source
 from sparse_mla.doctor.knowledge import load
 
 STARTUP = """\
@@ -212,3 +213,11 @@ def test_explain_as_data(run):
     assert entry["defect"]["threshold"] == "2 * max_num_batched_tokens + 1"
     _, out, _ = run("explain", "--json")
     assert len(json.loads(out)["defects"]) == len(load())
+
+
+def test_faulty_code_does_not_explain_an_error_in_the_log(asks, tmp_path):
+    """The engine's CPU platform refuses sparse models, but that is not what this log died of."""
+    log = write(tmp_path / "log", "RuntimeError: something nobody has seen\n")
+    _, result = asks("--log", log, "--vllm-source", source.installed().root.parent)
+    assert result["verdict"] == "unknown"
+    assert ("sparse-refused-on-cpu", "read") in [(item["id"], item["standing"]) for item in result["findings"]]

@@ -155,6 +155,11 @@ def test_first_error_line():
     report = scan(io.BytesIO(b"fine\n(W pid=1) RuntimeError: boom\nValueError: later"), {})
     assert report.first_error == "log line 2: RuntimeError: boom"
     assert scan(io.BytesIO(b"no errors, 0 exceptions"), {}).first_error == ""
+    assert (
+        scan(io.BytesIO(b"(W pid=1) WARNING 11-30 04:09:06 [base.py:380] ValueError: only told"), {}).first_error == ""
+    )
+    two = b"pydantic.ValidationError: 1 validation error for ModelConfig\n  Value error, too long\n"
+    assert scan(io.BytesIO(two), {}).first_error.endswith("for ModelConfig Value error, too long")
 
 
 def test_printable_leaves_no_escape():

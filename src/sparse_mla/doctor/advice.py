@@ -86,12 +86,15 @@ class Diagnosis:
     def primary(self) -> Finding | None:
         """The one to act on, if any stands firmly enough."""
         first = self.findings[0] if self.findings else None
-        return first if first is not None and _firm(first) else None
+        return first if first is not None and _firm(first, self.log) else None
 
 
-def _firm(finding: Finding) -> bool:
-    known = finding.standing is not Standing.POSSIBLE and finding.defect.severity not in {"note", "slow"}
-    return known and finding.defect.id != "engine-core-died"
+def _firm(finding: Finding, report: LogReport | None) -> bool:
+    """Whether a finding is the answer. Where a log shows an error, code that is faulty somewhere does not explain it."""
+    if finding.defect.severity in {"note", "slow"} or finding.defect.id == "engine-core-died":
+        return False
+    unexplained = report is not None and bool(report.first_error)
+    return finding.standing is Standing.SEEN or (finding.standing is Standing.READ and not unexplained)
 
 
 def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
@@ -146,7 +149,7 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
 
 
 def _verdict(findings: Sequence[Finding], report: LogReport | None) -> str:
-    if findings and _firm(findings[0]):
+    if findings and _firm(findings[0], report):
         return FAULT
     return UNKNOWN if report is not None and report.first_error else HEALTHY
 
@@ -225,7 +228,7 @@ def _offers(tree: SourceTree, facts: Facts, question: Question) -> Offers | None
 def _split_covered(findings: list[Finding], facts: Facts, question: Question) -> tuple[list[Finding], list[str]]:
     """Findings, and sentences for those that the installed plugin takes care of by itself."""
     serves = not question.vllm_source and environment.plugin_registered() and plugin_mode() != "off"
-    proved = ours.proved(facts.values) or plugin_mode() == "always"
+    proved = ours.proved(str(facts.values.get("arch"))) or plugin_mode() == "always"
     if not (serves and proved):
         return findings, []
     covered = [item for item in findings if item.defect.covered and item.standing is not Standing.SEEN]

@@ -30,6 +30,12 @@ _EXCERPT_CHARS = 300
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _ERROR = re.compile(r"(?:Error|Exception)\b|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b")
+_QUIET_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING")
+_MORE = tuple(
+    f"validation error{plural} for {name}Config"
+    for plural in ("", "s")
+    for name in ("Vllm", "Model", "Cache", "Attention")
+)
 _ERROR_WORDS = ("Error", "Exception", "fatal error", "core dumped", "Memory access fault")
 _BREAKS = re.compile(r"\r\n|\n|\r")
 _PREFIX = re.compile(
@@ -233,6 +239,12 @@ class _Scan:
             self.found[name] = value
 
 
+def _shows_error(line: str, prefix: re.Match[str] | None) -> bool:
+    if prefix is not None and any(level in prefix.group() for level in _QUIET_LEVELS):
+        return False
+    return any(word in line for word in _ERROR_WORDS) and _ERROR.search(line) is not None
+
+
 def scan(
     source: BinaryIO,
     signatures: Mapping[str, tuple[Signature, ...]],
@@ -254,7 +266,9 @@ def scan(
             line = line[prefix.end() :]
         if line.lstrip().startswith(_SOURCE_LINES):
             continue
-        if not error and any(word in line for word in _ERROR_WORDS) and _ERROR.search(line):
+        if error.endswith(_MORE):
+            error += f" {printable(line.strip())}"
+        elif not error and _shows_error(line, prefix):
             error = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
         stream.add(number, line)

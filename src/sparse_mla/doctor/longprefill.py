@@ -79,7 +79,8 @@ class LongPrefill:
     @property
     def suspect(self) -> bool:
         """Wrong output is on record for sources like this one (vllm#40018), and no cause can be read in it: the indexer of
-        that time calls compiled operators."""
+        that time calls compiled operators.
+        """
         return not self.wrong and self.causes.get("scratch-reserved") == FAULTY
 
 
