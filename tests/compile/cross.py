@@ -91,7 +91,7 @@ def compile_for(wanted: Launch, device: Device) -> Resources:
     source = ASTSource(wanted.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     compiled = triton.compile(source, target=_target(device), options=dict(wanted.options))
     if device.kind == "rocm":
-        return _amd(compiled.asm["amdgcn"])
+        return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
 
 
@@ -114,10 +114,10 @@ def _nvidia(cubin: bytes, shared: int) -> Resources:
     return Resources(shared, registers, stack + local)
 
 
-def _amd(assembly: str) -> Resources:
+def _amd(assembly: str, shared: int) -> Resources:
     def number(key: str) -> int:
         match = re.search(rf"\.{key}:\s*(\d+)", assembly)
         return int(match[1]) if match else 0
 
     vectors = number("vgpr_count")
-    return Resources(number("group_segment_fixed_size"), vectors, number("private_segment_fixed_size"))
+    return Resources(shared, vectors, number("private_segment_fixed_size"))

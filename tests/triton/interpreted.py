@@ -21,7 +21,6 @@ from sparse_mla.testing.geometries import plain_caches, sizes
 from sparse_mla.testing.lane import Lane, Span, demand_reference, new_layer
 
 HALF = plain_caches("half", sizes(3, 4, 24), "f16")
-SINGLE = plain_caches("single", sizes(18, 3, 24, index_dim=32, rope=0), "f32", block_size=5)
 FP8 = replace(plain_caches("index-fp8", sizes(2, 4, 24), "f16"), index=index_fp8(64))
 FNUZ = replace(FP8, name="index-fnuz", index=index_fp8(64, encoding="fp8fnuz"))
 
@@ -53,10 +52,6 @@ def index_lists(judged):
     empty.index_lists(judged, HALF)
 
 
-def nothing_to_see(judged):
-    empty.mixed(judged, SINGLE)
-
-
 def ties_and_limits(judged):
     few_candidates()
     prefill(judged, FP8)
@@ -81,7 +76,7 @@ def prefill(judged, geometry):
         demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
 
 
-GROUPS = (write_bytes, index_lists, nothing_to_see, ties_and_limits, exact_path)
+GROUPS = (write_bytes, index_lists, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -10,11 +10,11 @@ import torch
 
 from ..attention import SparseMLA
 from ..batch import BatchLayout
+from ..cache import CacheView
 from ..plan import make_plan
 from ..reference.write import decode_rows
 from ..testing.compare import check_attention, check_selection
 from ..testing.geometries import GLM_TP4
-from ..testing.inputs import cache_of
 from ..workspace import Workspace
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class Prepared:
             query_lens=[shape.rows] * shape.requests, seq_lens=[shape.context] * shape.requests, block_table=table
         )
         cache_format = geometry.index if shape.stage == "select" else geometry.latent
-        self.view = cache_of(cache_format, geometry.block_size, shape.requests * blocks, seed=0, where=str(where))
+        size = (shape.requests * blocks, geometry.block_size, cache_format.row_bytes)
+        self.view = CacheView.of(torch.empty(size, dtype=torch.uint8, device=where), cache_format)
         _fill(self.view.field("values"))
         if shape.stage == "select":
             self.view.field("scale").uniform_(0.01, 0.26)

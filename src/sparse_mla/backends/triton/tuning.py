@@ -80,12 +80,17 @@ def operand(keys: str, query: str, device: Device) -> str:
     return {0: "f16", 1: plain[0] if plain else "", 2: "f32"}[len(plain)]
 
 
+def _short_waves(device: Device) -> bool:
+    """RDNA runs 32 threads a wave, CDNA 64: twice the waves hold the same tile in as many registers."""
+    return device.arch.startswith(("gfx11", "gfx12"))
+
+
 def score_tile(operand: str, device: Device) -> ScoreTile:
     """Many rows of one request: the keys stay, the loop runs over index heads."""
     if operand == "f32":
         return ScoreTile(rows=32, keys=64, warps=4, stages=1)
     if device.kind == "rocm":
-        return ScoreTile(rows=64, keys=64, warps=4, stages=2)
+        return ScoreTile(rows=64, keys=64, warps=8 if _short_waves(device) else 4, stages=2)
     # On Hopper 168 registers let three programs share a multiprocessor; what spills does so after the loop.
     registers = 168 if device.arch == "sm90" and operand == "fp8" else 0
     return ScoreTile(rows=64, keys=128, warps=4, stages=3, registers=registers, in_place=True)
@@ -104,8 +109,8 @@ def attend_tile(problem: Problem, device: Device) -> AttendTile:
         return AttendTile(heads=16, keys=16, warps=4, stages=1, split_stages=1)
     small = heads <= 16
     if device.kind == "rocm":
-        keys = 32 if roomy else 16
-        return AttendTile(heads=16 if small else 32, keys=keys, warps=4, stages=1, split_stages=1)
+        keys, warps = 32 if roomy else 16, 8 if _short_waves(device) else 4
+        return AttendTile(heads=16 if small else 32, keys=keys, warps=warps, stages=1, split_stages=1)
     if not roomy:
         return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, split_stages=3)
     if small:

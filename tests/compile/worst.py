@@ -1,0 +1,36 @@
+"""The worst configuration of each kernel: many heads, fp8 keys under bf16 queries, several requests in a tile, lse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from cross import Launch, record
+
+from sparse_mla.backends.triton.attend import Attend
+from sparse_mla.backends.triton.select import Select
+from sparse_mla.backends.triton.write import Write
+from sparse_mla.testing.geometries import GLM_TP4
+
+
+def worst_launches(device) -> dict[str, Launch]:
+    """By name, for 64 attention and 64 index heads; the last launch of a name is the widest."""
+    geometry = replace(GLM_TP4, dims=replace(GLM_TP4.dims, num_heads=64, index_n_heads=64))
+    problem = geometry.problem(max_num_tokens=8192, max_num_requests=256, max_model_len=131072, deterministic=False)
+    nowhere = torch.device("cpu")
+    found: dict[str, Launch] = {}
+    for kernel in (Write, Select, Attend):
+        for launch in record(lambda kernel=kernel: kernel(problem, device).warm_up(nowhere)):
+            constants = dict(launch.constants)
+            if constants.get("LSE", True):
+                found[_named(launch.name, constants)] = launch
+    return found
+
+
+def _named(name: str, constants: dict) -> str:
+    if name == "attend_rows":
+        kind = "split" if constants["SPLIT"] else "looped" if constants["PARTS"] > 1 else "whole"
+        return f"{name}, {kind}"
+    if name.startswith("score_"):
+        return f"{name}, {'sample' if constants['STRIDE'] else 'keep'}"
+    return name
