@@ -179,7 +179,7 @@ def test_damaged_logs(kind, width, record_property):
     assert wrong == []
 
 
-@pytest.mark.parametrize(("columns", "least"), [(160, 0.9), (100, 0.85), (72, 0.75)])
+@pytest.mark.parametrize(("columns", "least"), [(160, 0.9), (100, 0.85), (72, 0.7)])
 def test_truncated_logs(columns, least):
     """A cut message leads to its entry or to nothing, never to another's, except that a cut selector error cannot tell a
     setting from the device."""

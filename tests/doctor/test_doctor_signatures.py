@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_mla.doctor.knowledge import load
@@ -64,17 +64,18 @@ def test_hostile_text_takes_linear_time(piece):
 
     def seconds(size):
         text = squeeze(piece * (size // len(piece)))
-        started = time.perf_counter()
+        started = time.process_time()
         for signature in signatures:
             for _ in signature.find_all(text):
                 pass
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     seconds(10_000)
     small, large = min(seconds(30_000) for _ in range(3)), min(seconds(300_000) for _ in range(2))
     assert large < 40 * small + 0.05
 
 
+@settings(deadline=None)
 @given(st.text(max_size=300))
 def test_any_text(text):
     for _ in LOCKED.find_all(squeeze(text)):
