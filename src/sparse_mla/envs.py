@@ -67,7 +67,8 @@ VARIABLES: tuple[Variable, ...] = (
         name="SPARSE_MLA_SCRATCH_MIB",
         parse=_mebibytes,
         default=256 << 20,
-        doc="Byte budget for the scratch of one stage, in MiB; a plan that cannot fit says how much it needs.",
+        doc="Scratch of one stage in MiB, where the stage has a choice (rows of a chunk). What it cannot do without comes "
+        "on top where it must: `sparse-mla plan` states the sum.",
     ),
     Variable(
         name="SPARSE_MLA_INDEX_KEYS",
