@@ -29,16 +29,17 @@ def median_us(call: Callable[[], object], where: torch.device, *, graph: bool = 
         call = captured.replay
         call()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=where)
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(_REPEATS)]
+    for (
+        begin,
+        end,
+    ) in events:  # no waiting between repeats: a launch is not to be timed before the device is ready for it
         flush.zero_()
         begin.record()
         call()
         end.record()
-        torch.cuda.synchronize(where)
-        times.append(begin.elapsed_time(end) * 1e3)
-    return float(median(times))
+    torch.cuda.synchronize(where)
+    return float(median(begin.elapsed_time(end) * 1e3 for begin, end in events))
 
 
 def _cpu_us(call: Callable[[], object]) -> float:
