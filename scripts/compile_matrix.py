@@ -47,7 +47,7 @@ def main() -> int:
     lines = [
         "# What the Triton kernels take, per architecture",
         "",
-        "Compiled, not run: 64 attention and 64 index heads, the worst configuration of each kernel, by Triton's own",
+        "Compiled, not run (but for sm90): 64 index heads, the worst configurations of each kernel, by Triton's own",
         f"compiler targets (triton {triton.__version__}). Each cell: KiB of shared memory (LDS) of a program / registers of a",
         "thread / bytes that spill. The last line is the architecture's limit of shared memory in KiB; bold is above it.",
         f"Sources: `{source_hash()}`. Written by `make matrix`.",

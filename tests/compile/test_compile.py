@@ -13,7 +13,13 @@ from worst import worst_launches
 from sparse_mla.backends.table import TRITON_ARCHS
 from sparse_mla.device import Device
 
-HEAVY = ("score_tiles, keep", "score_rows, keep", "pick", "attend_rows, looped")
+HEAVY = (
+    "score_tiles, keep",
+    "score_rows, keep",
+    "pick",
+    "attend_rows, 64 heads, looped",
+    "attend_rows, 16 heads, split",
+)
 REGISTERS = {"cuda": 255, "rocm": 512}
 
 
@@ -21,8 +27,10 @@ REGISTERS = {"cuda": 255, "rocm": 512}
 def test_worst_configurations_fit(arch):
     device = Device.named(arch)
     launches = worst_launches(device)
-    for name in HEAVY:
-        took = compile_for(launches[name], device)
+    heavy = {name: launch for name, launch in launches.items() if name.startswith(HEAVY)}
+    assert len(heavy) >= len(HEAVY)
+    for name, launch in heavy.items():
+        took = compile_for(launch, device)
         assert took.shared_bytes <= device.shared_bytes, f"{name}: {took}"
         assert 0 < took.registers <= REGISTERS[device.kind], f"{name}: {took}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from cross import Launch, record
@@ -14,23 +15,24 @@ from sparse_mla.testing.geometries import GLM_TP4
 
 
 def worst_launches(device) -> dict[str, Launch]:
-    """By name, for 64 attention and 64 index heads; the last launch of a name is the widest."""
-    geometry = replace(GLM_TP4, dims=replace(GLM_TP4.dims, num_heads=64, index_n_heads=64))
-    problem = geometry.problem(max_num_tokens=8192, max_num_requests=256, max_model_len=131072, deterministic=False)
-    nowhere = torch.device("cpu")
+    """By name, for 64 index heads and 16, 32 and 64 attention heads."""
     found: dict[str, Launch] = {}
-    for kernel in (Write, Select, Attend):
-        for launch in record(lambda kernel=kernel: kernel(problem, device).warm_up(nowhere)):
-            constants = dict(launch.constants)
-            if constants.get("LSE", True):
-                found[_named(launch.name, constants)] = launch
+    for heads, kernels in ((64, (Write, Select, Attend)), (16, (Attend,)), (32, (Attend,))):
+        geometry = replace(GLM_TP4, dims=replace(GLM_TP4.dims, num_heads=heads, index_n_heads=64))
+        problem = geometry.problem(max_num_tokens=8192, max_num_requests=256, max_model_len=131072, deterministic=False)
+        for kernel in kernels:
+            for launch in record(partial(kernel(problem, device).warm_up, torch.device("cpu"))):
+                constants = dict(launch.constants)
+                if constants.get("LSE", True):
+                    found.setdefault(_named(launch.name, constants), launch)
     return found
 
 
 def _named(name: str, constants: dict) -> str:
     if name == "attend_rows":
         kind = "split" if constants["SPLIT"] else "looped" if constants["PARTS"] > 1 else "whole"
-        return f"{name}, {kind}"
+        stages = f", {constants['STAGES']} stages" if kind == "split" else ""
+        return f"{name}, {constants['HEADS']} heads, {kind}{stages}"
     if name.startswith("score_"):
         return f"{name}, {'sample' if constants['STRIDE'] else 'keep'}"
     return name

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 DECODE_THRESHOLD = 16
 """Query tokens of a call up to which a request counts as decoding: fast mode may then reduce in another order."""
-_ROOMY = 160 << 10
-"""Bytes of shared memory from which the tiles of data-centre parts fit."""
+_ROOMY, _SPACIOUS = 160 << 10, 200 << 10
+"""Bytes of shared memory from which one tile of 64 latent rows fits beside the queries, and two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +114,13 @@ def attend_tile(problem: Problem, device: Device) -> AttendTile:
     if not roomy:
         return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, split_stages=3)
     if small:
-        return AttendTile(heads=16, keys=64, warps=4, stages=2, split_stages=5)
+        spacious = device.shared_bytes > _SPACIOUS
+        return AttendTile(heads=16, keys=64, warps=4, stages=2, split_stages=5 if spacious else 2)
     if heads <= 32:
-        return AttendTile(heads=32, keys=32, warps=4, stages=3, split_stages=4)
-    return AttendTile(heads=64, keys=64, warps=8, stages=3, split_stages=3)
+        return AttendTile(heads=32, keys=32, warps=4, stages=3, split_stages=3)
+    # sm100 and sm103 stage all operands of a tile in shared memory.
+    keys, stages = (32, 2) if device.arch in {"sm100", "sm103"} else (64, 3)
+    return AttendTile(heads=64, keys=keys, warps=8, stages=stages, split_stages=stages)
 
 
 def attend_split(problem: Problem, device: Device) -> AttendSplit:
