@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_mla.backends.triton.tuning import DECODE_THRESHOLD
 from sparse_mla.verify.chunks import MARGIN, chunk_plans, query_rows
 
 SIZES = (8_192, 12_288, 21_504)
@@ -22,6 +23,7 @@ def rows_of(plans, **changes):
         "sampled": 256,
         "referenced": 12,
         "complete": False,
+        "strict": True,
     }
     return query_rows(plans, **(given_ | changes))
 
@@ -43,6 +45,17 @@ def test_calls_cover_every_token_once(length, sizes, decoded, seed, strict):
         assert calls[-1][1] == length + decoded
         assert all(start < stop for start, stop in calls)
         assert all(before[1] == after[0] for before, after in pairwise(calls))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(200, 40_000), st.integers(20, 20_000), st.integers(0, 9))
+def test_fast_mode_never_looks_at_so_few_rows_of_a_prefill_call_that_they_count_as_decode(length, size, seed):
+    plans = chunk_plans(length, 4, (size,), seed=seed, strict=False)
+    rows = rows_of(plans, seed=seed, strict=False, sampled=0, pages=1)
+    for plan in plans:
+        for start, stop in plan.calls():
+            if start < length:
+                assert sum(start <= row < stop for row in rows.query) > DECODE_THRESHOLD
 
 
 @pytest.mark.parametrize("length", [20_000, 40_000, 60_000, 80_000, 100_000])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from ..backends.triton.tuning import DECODE_THRESHOLD
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -53,22 +55,31 @@ def chunk_plans(
         chunk_tokens: sizes of uniform plans; those that would cut nothing are left out. The first is also run with
             fresh objects, the second beside another request.
         strict: prefill and decode are promised equal in bits. If not, every plan decodes token by token and none has
-            calls of a few tokens, since those may be computed as decode.
+            calls of at most DECODE_THRESHOLD tokens, since those may be computed as decode.
     """
     source = random.Random(f"ragged {seed} {length}")
     tail = tuple(range(length + 1, length + decoded + 1))
     whole = (length + decoded,) if strict else (length, *tail)
     plans = [ChunkPlan(name="one call", ends=whole)]
     for number, size in enumerate(size for size in chunk_tokens if size < length):
-        ends = (*range(size, length, size), length, *tail)
+        ends = (*_apart(range(size, length, size), length, strict=strict), length, *tail)
         plans.append(ChunkPlan(name=f"{size:,} tokens", ends=ends, beside=number == 1))
         if number == 0:
             plans.append(ChunkPlan(name=f"{size:,} tokens, fresh objects", ends=ends, fresh=True))
     cuts = source.sample(range(1, length), min(_RAGGED_CUTS, length - 1))
-    plans.append(ChunkPlan(name="ragged", ends=(*sorted(cuts), length, *tail)))
+    plans.append(ChunkPlan(name="ragged", ends=(*_apart(sorted(cuts), length, strict=strict), length, *tail)))
     if strict:
         plans.append(ChunkPlan(name="short extends", ends=(*_extend_ends(length), length, *tail)))
     return tuple(plans)
+
+
+def _apart(cuts: Iterable[int], length: int, *, strict: bool) -> Iterator[int]:
+    """The cuts of a prompt, in fast mode without those that would leave a call of too few tokens."""
+    least, end = 1 if strict else DECODE_THRESHOLD + 1, 0
+    for cut in cuts:
+        if cut - end >= least and length - cut >= least:
+            yield cut
+            end = cut
 
 
 def _extend_ends(length: int) -> list[int]:
@@ -109,6 +120,7 @@ def query_rows(
     sampled: int,
     referenced: int,
     complete: bool,
+    strict: bool,
 ) -> Rows:
     """Rows around each chunk boundary of each plan, around index_topk, around drawn page boundaries, and drawn ones.
 
@@ -116,6 +128,7 @@ def query_rows(
         pages, sampled: how many page boundaries and how many further rows are drawn from ``seed``.
         referenced: how many of each of those two the reference judges too.
         complete: look at every row; the reference's rows stay the same.
+        strict: if not, so many rows follow each boundary that no call is left with few enough to count as decode.
     """
     ends = {end for plan in plans for end in plan.ends}
     total = max(ends)
@@ -123,7 +136,9 @@ def query_rows(
     boundaries = sorted(ends | {topk})
     possible = range(block_size, total, block_size)
     drawn_pages = source.sample(possible, min(pages, len(possible)))
-    near = {row for edge in (*boundaries, *drawn_pages) for row in range(edge - MARGIN, edge + MARGIN)}
+    after = MARGIN if strict else DECODE_THRESHOLD + 1
+    edges = boundaries if strict else [0, *boundaries]
+    near = {row for edge in (*edges, *drawn_pages) for row in range(edge - MARGIN, edge + after)}
     query = {row for row in near if 0 <= row < total} | {0, total - 1}
     others = sorted(set(range(total)) - query) if total <= 4 * sampled else _draw(source, total, query, sampled)
     drawn = source.sample(others, min(sampled, len(others)))

@@ -116,7 +116,6 @@ class Operators:
 
     def _plans(self, total: int) -> dict[str, Plan]:
         """One plan for each latent format, for prompts of up to ``total`` tokens beside a short neighbour."""
-
         backend = self.options.backend
         return {
             name: make_plan(self._problem(latent, total), self.facts, backend=backend)
@@ -154,6 +153,7 @@ class Operators:
             sampled=options.sampled,
             referenced=options.referenced,
             complete=options.complete,
+            strict=self.strict,
         )
         return plans, rows
 
