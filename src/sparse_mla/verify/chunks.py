@@ -137,8 +137,8 @@ def query_rows(
     possible = range(block_size, total, block_size)
     drawn_pages = source.sample(possible, min(pages, len(possible)))
     after = MARGIN if strict else DECODE_THRESHOLD + 1
-    edges = boundaries if strict else [0, *boundaries]
-    near = {row for edge in (*edges, *drawn_pages) for row in range(edge - MARGIN, edge + after)}
+    looked_at = boundaries if strict else [0, *boundaries]
+    near = {row for edge in (*looked_at, *drawn_pages) for row in range(edge - MARGIN, edge + after)}
     query = {row for row in near if 0 <= row < total} | {0, total - 1}
     others = sorted(set(range(total)) - query) if total <= 4 * sampled else _draw(source, total, query, sampled)
     drawn = source.sample(others, min(sampled, len(others)))
