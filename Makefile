@@ -23,5 +23,8 @@ test: setup
 
 check: test
 
+matrix: setup
+	.venv/bin/python scripts/compile_matrix.py
+
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

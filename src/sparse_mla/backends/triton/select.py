@@ -247,19 +247,30 @@ class Select:
             TOPK_PADDED=padded,
             num_warps=max(1, min(16, padded // 128)),
         )
-        if longest <= self._capacity:
-            return
+        if longest > self._capacity:
+            self._pick_failed(run, inputs, longest, results, scratch)
+
+    def _pick_failed(
+        self,
+        run: Run,
+        inputs: _Inputs,
+        longest: int,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """As many programs as rows of scores fit into the pool; without failed rows they leave."""
+        pool, topk = scratch["pool"], self._problem.dims.index_topk
         words = -(-longest // _WIDTH) * _WIDTH
         launch(
             pick_failed,
-            (min(self._device.units, rows, max(1, pool.numel() // words)),),
+            (min(self._device.units, run.stop - run.start, max(1, pool.numel() // words)),),
             *inputs.tensors,
-            failed,
+            scratch["failed"],
             pool,
             *results,
             run.start,
             *inputs.strides,
-            out_stride,
+            row_stride("out", results[0]),
             words,
             **inputs.facts,
             HEADS_PADDED=self._heads_padded,
