@@ -23,6 +23,9 @@ from sparse_mla.verify.children import serve
 def run(job):
     if job["do"] == "raise":
         raise ValueError("two\\nlines")
+    if job["do"] == "tell":
+        time.sleep(0.5)
+        return {"who": os.environ["WHO"], "value": job["value"]}
     if job["do"] == "die":
         print("last words", flush=True)
         os._exit(7)
@@ -42,9 +45,9 @@ def start(tmp_path, monkeypatch):
     (tmp_path / "busy_child.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
 
-    def run(*jobs, limit=60.0):
+    def run(*jobs, limit=60.0, environments=({},)):
         with Steps(quiet=True) as steps:
-            return run_jobs("busy_child", jobs, tmp_path / "run", steps, environment={}, limit_seconds=limit)
+            return run_jobs("busy_child", jobs, tmp_path / "run", steps, environments=environments, limit_seconds=limit)
 
     return run
 
@@ -67,6 +70,13 @@ def wait_for(condition, seconds=20.0):
 def test_results_come_in_order(start):
     jobs = [{"name": f"job {value}", "do": "double", "value": value} for value in range(3)]
     assert start(*jobs) == [{"answer": 0}, {"answer": 2}, {"answer": 4}]
+
+
+def test_children_side_by_side_share_the_jobs(start):
+    jobs = [{"name": f"job {value}", "do": "tell", "value": value} for value in range(6)]
+    results = start(*jobs, environments=({"WHO": "one"}, {"WHO": "two"}))
+    assert [result["value"] for result in results] == list(range(6))
+    assert {result["who"] for result in results} == {"one", "two"}
 
 
 def test_what_a_job_raises_is_one_line(start):
@@ -96,7 +106,7 @@ from sparse_mla.verify.progress import Steps
 folder = Path(sys.argv[1])
 jobs = [{"name": "slow", "do": "hang", "pids": str(folder / "pids")}]
 with Steps(quiet=True) as steps:
-    run_jobs("busy_child", jobs, folder / "run", steps, environment={}, limit_seconds=600)
+    run_jobs("busy_child", jobs, folder / "run", steps, environments=[{}, {}], limit_seconds=600)
 """
 
 

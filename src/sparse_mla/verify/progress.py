@@ -53,8 +53,13 @@ class Steps(AbstractContextManager["Steps"]):
         began = time.monotonic()
         self._bar.update(self._task, description=text)
         yield
+        self.done(text, time.monotonic() - began)
+
+    def done(self, text: str, seconds: float) -> None:
+        """Count a step that ended."""
         self._done += 1
+        self._bar.update(self._task, description=text)
         self._bar.advance(self._task)
         if self._lines:
-            took = f"{time.monotonic() - began:.1f} s"
-            self._console.print(f"[{self._done}/{self._total}] {text}: {took}", markup=False, soft_wrap=True)
+            line = f"[{self._done}/{self._total}] {text}: {seconds:.1f} s"
+            self._console.print(line, markup=False, soft_wrap=True)
