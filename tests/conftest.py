@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from unittest import mock
 
 from sparse_mla.testing.plugin import add_options
@@ -15,3 +16,8 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     add_options(parser)
+
+
+def pytest_configure() -> None:
+    """A shell that starts the gate in the background ignores Ctrl-C for all below it; tests send Ctrl-C to children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
