@@ -4,7 +4,7 @@ BASE_PYTHON ?= python3
 TORCH ?= cpu
 VERIFY ?=
 
-.PHONY: setup verify test check matrix clean
+.PHONY: setup verify test matrix clean
 
 setup:
 	@$(BASE_PYTHON) scripts/setup.py --torch $(TORCH)
@@ -20,8 +20,6 @@ endif
 
 test: setup
 	HF_HUB_OFFLINE=1 scripts/check
-
-check: test
 
 matrix: setup
 	.venv/bin/python scripts/compile_matrix.py

@@ -10,10 +10,11 @@ import torch
 
 from sparse_mla.backends.eager import attend, write
 from sparse_mla.testing.faults import FAULTS, patched
-from sparse_mla.verify.operators import GLM_51_TP4, OperatorOptions, quick, verify_operators
+from sparse_mla.testing.geometries import GLM_TP4
+from sparse_mla.verify.operators import OperatorOptions, quick, verify_operators
 from sparse_mla.verify.progress import Steps
 
-DIMS = replace(GLM_51_TP4, num_heads=2, index_n_heads=4, index_topk=64)
+DIMS = replace(GLM_TP4.dims, num_heads=2, index_n_heads=4, index_topk=64)
 SMALL = OperatorOptions(lengths=(700,), chunk_tokens=(256,), dims=DIMS, pages=2, sampled=24, referenced=4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+_PIPE_COLUMNS = 200
+
 
 def console(*, error: bool = False) -> Console:
-    """A rich console; NO_COLOR and a stream that is no terminal are rich's own business."""
-    return Console(stderr=error, highlight=False, soft_wrap=not sys.stdout.isatty())
+    """A rich console; NO_COLOR and COLUMNS are rich's own business. A pipe is wide: nothing in it needs to be cut."""
+    terminal = (sys.stderr if error else sys.stdout).isatty()
+    width = None if terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    return Console(stderr=error, highlight=False, soft_wrap=not terminal, width=width)
 
 
 def emit_json(result: Mapping[str, Any]) -> None:

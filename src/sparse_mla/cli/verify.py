@@ -84,10 +84,11 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 def _operators(args: argparse.Namespace) -> Report:
     if find_spec("torch") is None:
         raise NotCheckableError("torch is not installed", hint='Run: pip install "sparse-mla[torch]"')
-    from ..verify.operators import CHUNK_TOKENS, GLM_51_TP4, LENGTHS, OperatorOptions, quick, verify_operators
+    from ..testing.geometries import GLM_TP4
+    from ..verify.operators import CHUNK_TOKENS, LENGTHS, OperatorOptions, quick, verify_operators
     from ..verify.progress import Steps
 
-    dims = GLM_51_TP4
+    dims = GLM_TP4.dims
     if args.model is not None:
         from ..dims import MLADims
 

@@ -90,9 +90,8 @@ FNUZ = fp8_caches("fnuz", _SMALL, "fp8fnuz")
 ODD = plain_caches("odd", sizes(3, 3, 7, index_dim=32, rank=80, rope=0), "f32", block_size=5)
 SMALL = (PLAIN, FP8, FNUZ, ODD)
 
-GLM_TP4 = replace(
-    plain_caches("glm-5.1-tp4", sizes(16, 32, 2048, index_dim=128), tag=BENCH, block_size=64), index=index_fp8(128)
-)
-GLM_TP4_FP8 = fp8_caches("glm-5.1-tp4-fp8", sizes(16, 32, 2048, index_dim=128), tag=BENCH, block_size=64)
+_GLM = replace(sizes(16, 32, 2048, index_dim=128), qk_nope_head_dim=192, v_head_dim=256)
+GLM_TP4 = replace(plain_caches("glm-5.1-tp4", _GLM, tag=BENCH, block_size=64), index=index_fp8(128))
+GLM_TP4_FP8 = fp8_caches("glm-5.1-tp4-fp8", _GLM, tag=BENCH, block_size=64)
 DEEPSEEK_TP8 = fp8_caches("deepseek-v3.2-tp8", sizes(16, 64, 2048, index_dim=128), tag=BENCH, block_size=64)
 MODELS = (GLM_TP4, GLM_TP4_FP8, DEEPSEEK_TP8)

@@ -11,11 +11,11 @@ import torch
 from .. import envs
 from ..cache import fp8_ds_mla, index_fp8, plain
 from ..device import Device, probe
-from ..dims import MLADims
 from ..errors import BackendRejectedError
 from ..plan import make_plan
 from ..problem import Problem
 from ..resolve import AUTO
+from ..testing.geometries import GLM_TP4
 from ..testing.inputs import Prompt
 from . import memory
 from .case import BLOCK_SIZE, NEIGHBOUR, Case, Inputs, Lane
@@ -28,23 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..cache import CacheFormat
+    from ..dims import MLADims
     from ..plan import Plan
     from .chunks import ChunkPlan, Rows
     from .judgement import CaseResult
     from .progress import Steps
 
-GLM_51_TP4 = MLADims(
-    num_heads=16,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=192,
-    v_head_dim=256,
-    index_n_heads=32,
-    index_head_dim=128,
-    index_topk=2048,
-    owns_indexer=(True,),
-)
-"""One rank of GLM-5.1-FP8 at TP=4."""
 LENGTHS = (20_000, 40_000, 60_000, 80_000, 100_000)
 CHUNK_TOKENS = (8_192, 12_288, 21_504)
 _DTYPE = "bf16"
@@ -67,7 +56,7 @@ class OperatorOptions:
 
     lengths: Sequence[int] = LENGTHS
     chunk_tokens: Sequence[int] = CHUNK_TOKENS
-    dims: MLADims = GLM_51_TP4
+    dims: MLADims = GLM_TP4.dims
     backend: str | None = None
     device: str = "cpu"
     seed: int = 0

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from typing_extensions import Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
+
+    from typing_extensions import Self
 
 
 class Steps(AbstractContextManager["Steps"]):

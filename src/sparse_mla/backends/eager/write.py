@@ -23,8 +23,7 @@ class Write:
     """WriteKernel for every format."""
 
     def __init__(self, problem: Problem, device: Device) -> None:
-        del device
-        self._kv_lora_rank = problem.dims.kv_lora_rank
+        """Every format says itself how it is written."""
 
     def warm_up(self, where: torch.device) -> None:
         """Nothing to compile."""
