@@ -6,6 +6,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageError
+from .needs import require_device, require_torch
 from .render import console, emit_json, table
 
 if TYPE_CHECKING:
@@ -33,7 +35,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole answer as plain data; times in µs."""
+    """The whole answer as plain data; times in µs.
+
+    Raises:
+        NotCheckableError: torch is not installed.
+        UsageError: a device that is none, or no shape that ``--only`` names.
+    """
+    require_device(args.device)
+    require_torch()
     import torch
 
     from ..bench.cases import Prepared, shapes
@@ -42,11 +51,13 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     from ..device import probe
 
     where, facts = torch.device(args.device), probe(args.device)
+    every = shapes(small=where.type == "cpu")
+    wanted = [shape for shape in every if args.only in str(shape)]
+    if not wanted:
+        raise UsageError("--only", needs="part of: " + " | ".join(map(str, every)), got=repr(args.only))
     best = ceilings(where)
     cases = []
-    for shape in shapes(small=where.type == "cpu"):
-        if args.only not in str(shape):
-            continue
+    for shape in wanted:
         print(f"bench: {shape}", file=sys.stderr)
         case = Prepared(shape, facts, where, backend=args.backend, strict=args.strict)
         stage = case.plan.describe()["stages"][shape.stage]  # type: ignore[index]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotCheckableError, UsageError
 from ..verify import endpoint
+from .needs import require_device, require_torch
 from .render import console, emit_json, human_bytes, table
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--endpoint", needs="no --engine beside it", got=args.engine)
         return endpoint.run(args)
     endpoint.refuse_alone(args)
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device):
-        raise UsageError("--device", needs="cpu, cuda or cuda:N", got=repr(args.device))
+    require_device(args.device)
     args.seed = args.seed or 0
     if args.seed < 0:
         raise UsageError("--seed", needs="a whole number >= 0", got=args.seed)
@@ -82,8 +80,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _operators(args: argparse.Namespace) -> Report:
-    if find_spec("torch") is None:
-        raise NotCheckableError("torch is not installed", hint='Run: pip install "sparse-mla[torch]"')
+    require_torch()
     from ..testing.geometries import GLM_TP4
     from ..verify.operators import CHUNK_TOKENS, LENGTHS, OperatorOptions, quick, verify_operators
     from ..verify.progress import Steps
