@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ class Script:
 class Model:
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.ids: dict[str, int] = {}
+        self.pieces: dict[int, str] = {}
         self.seen: list[list[int]] = []
         self.running = 0
         self.lock = threading.Lock()
@@ -68,12 +69,14 @@ class Model:
         pieces = _TOKEN.findall(text)
         if self.script.split_digits:
             pieces = [part for piece in pieces for part in (list(piece) if piece.strip().isdigit() else [piece])]
+        # A token's id is a function of its text alone: two servers, and any order of requests, agree on it.
+        ids = [crc32(piece.encode()) for piece in pieces]
         with self.lock:
-            return [self.ids.setdefault(piece, len(self.ids)) for piece in pieces]
+            self.pieces.update(zip(ids, pieces, strict=True))
+        return ids
 
     def text(self, ids: list[int]) -> str:
-        names = list(self.ids)
-        return "".join(names[token] for token in ids)
+        return "".join(self.pieces[token] for token in ids)
 
     def answer(self, ids: list[int], *, answering: bool) -> tuple[str, int]:
         with self.lock:
@@ -160,8 +163,10 @@ class Handler(BaseHTTPRequestHandler):
             if thinking and body["max_tokens"] < 500:
                 text, finish = "", "length"
             choice["message"] = {"content": text, "reasoning_content": "let me see" if thinking else None}
-            names = list(self.model.ids)
-            entries = [{"token": names[token], "logprob": value} for token, value in zip(out, logprobs, strict=True)]
+            entries = [
+                {"token": self.model.pieces[token], "logprob": value}
+                for token, value in zip(out, logprobs, strict=True)
+            ]
             choice["logprobs"] = {"content": entries}
         else:
             choice |= {"text": text, "logprobs": {"tokens": list(map(str, out)), "token_logprobs": logprobs}}
