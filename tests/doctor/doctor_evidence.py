@@ -3,11 +3,11 @@ from __future__ import annotations
 import io
 import json
 
-from sparse_mla.doctor.audit import Probe
 from sparse_mla.doctor.facts import LOG_FACTS, Facts, from_log
 from sparse_mla.doctor.findings import Evidence, judge
 from sparse_mla.doctor.knowledge import load
 from sparse_mla.doctor.logs import scan
+from sparse_mla.engine_source.audit import Probe
 
 CONFIG = {
     "model_type": "glm_moe_dsa", "num_hidden_layers": 8, "num_attention_heads": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparse_mla.doctor import source
-from sparse_mla.doctor.audit import ABSENT, FAULTY, PROBES, SOUND, audit
+from sparse_mla.engine_source import tree as source
+from sparse_mla.engine_source.audit import ABSENT, FAULTY, PROBES, SOUND, audit
 
 OPS = "v1/attention/ops/rocm_aiter_mla_sparse.py"
 BACKEND = "v1/attention/backends/mla/rocm_aiter_mla_sparse.py"

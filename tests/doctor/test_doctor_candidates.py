@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 
 from sparse_mla.device import KNOWN
-from sparse_mla.doctor import child, source
+from sparse_mla.doctor import child
 from sparse_mla.doctor.candidates import DEPENDS, INVALID, UNREADABLE, VALID, Request, read
 from sparse_mla.doctor.reading import Reader
 from sparse_mla.doctor.values import Choices, Method, Raised, Symbol, Unknown, Unreadable, explore
+from sparse_mla.engine_source import tree as source
 
 MODEL = {"index_topk": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192}
 

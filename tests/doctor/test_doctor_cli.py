@@ -6,8 +6,8 @@ import pytest
 from doctor_evidence import CONFIG, model, write
 
 from sparse_mla.device import KNOWN
-from sparse_mla.doctor import source
 from sparse_mla.doctor.knowledge import load
+from sparse_mla.engine_source import tree as source
 
 STARTUP = """\
 (APIServer pid=10) INFO 09-01 10:00:00 [api_server.py:1] vLLM API server version 0.32.0

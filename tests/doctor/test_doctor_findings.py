@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from doctor_evidence import evidence, leads_to
 
-from sparse_mla.doctor import source
 from sparse_mla.doctor.findings import Standing, judge, offered
 from sparse_mla.doctor.flags import Options
 from sparse_mla.doctor.knowledge import Remedy, find, load
 from sparse_mla.doctor.selector import Candidate
 from sparse_mla.doctor.selector import judge as choose
+from sparse_mla.engine_source import tree as source
 
 AMD = {"engine": "vllm", "version:vllm": "0.23.0", "vendor": "amd", "arch": "gfx950", "dsa": True}
 LOCKED = "Workspace is locked but allocation from 'a.py:1:f' requires 30.5 MB, current size is 20 MB."

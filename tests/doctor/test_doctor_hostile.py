@@ -165,7 +165,7 @@ def test_engine_that_dies_on_import(tmp_path, death):
 
 
 def test_no_engine_at_all(monkeypatch, asks):
-    monkeypatch.setattr("sparse_mla.doctor.source.installed", lambda: None)
+    monkeypatch.setattr("sparse_mla.engine_source.tree.installed", lambda: None)
     code, result = asks()
     assert code == 0
     assert result["source"] is None

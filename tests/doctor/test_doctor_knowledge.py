@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 from doctor_evidence import leads_to
 
-from sparse_mla.doctor import flags, source
-from sparse_mla.doctor.audit import PROBES
+from sparse_mla.doctor import flags
 from sparse_mla.doctor.knowledge import GROUPS, SEVERITIES, KnowledgeError, find, load, parse
+from sparse_mla.engine_source import tree as source
+from sparse_mla.engine_source.audit import PROBES
 from sparse_mla.errors import UsageError
 
 DEFECTS = load()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sparse_mla.doctor.audit import Probe
 from sparse_mla.doctor.candidates import Offer, Offers
 from sparse_mla.doctor.longprefill import CAUSES, follow, remedies, steps
+from sparse_mla.engine_source.audit import Probe
 
 FACTS = {
     "vendor": "amd",

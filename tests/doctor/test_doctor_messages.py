@@ -9,9 +9,9 @@ import random
 import pytest
 from doctor_evidence import SIGNATURES, leads_to
 
-from sparse_mla.doctor import source
 from sparse_mla.doctor.knowledge import load
 from sparse_mla.doctor.logs import scan
+from sparse_mla.engine_source import tree as source
 
 FILES = (
     "model_executor/layers/sparse_attn_indexer.py", "model_executor/layers/sparse_mqa_indexer.py",

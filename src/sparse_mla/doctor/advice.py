@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from .. import envs
+from ..engine_source import tree as source
+from ..engine_source.audit import SOUND, audit
 from ..errors import NotCheckableError, UsageError
-from . import candidates, child, environment, longprefill, ours, source
-from .audit import SOUND, audit
+from . import candidates, child, environment, longprefill, ours
 from .facts import LOG_FACTS, Facts, device_facts, from_config, from_environment, from_log, from_machine, plugin_mode
 from .findings import Evidence, Finding, Standing, judge, offered
 from .flags import Options
@@ -22,14 +23,14 @@ from .logs import scan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .audit import Probe
+    from ..engine_source.audit import Probe
+    from ..engine_source.tree import SourceTree
     from .candidates import Offers
     from .environment import Machine
     from .knowledge import Remedy
     from .logs import LogReport
     from .longprefill import LongPrefill
     from .ours import Ours
-    from .source import SourceTree
 
 HEALTHY, FAULT, UNKNOWN = "healthy", "fault", "unknown"
 

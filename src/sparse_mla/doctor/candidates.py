@@ -14,7 +14,7 @@ from .values import Choices, Class, Method, Raised, Record, Symbol, Unknown, Unr
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .source import SourceTree
+    from ..engine_source.tree import SourceTree
     from .values import Outcome
 
 VALID, INVALID, DEPENDS, UNREADABLE = "valid", "invalid", "depends", "unreadable"

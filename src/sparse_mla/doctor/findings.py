@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from .audit import FAULTY
+from ..engine_source.audit import FAULTY
 from .knowledge import SEVERITIES, in_range
 from .selector import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .audit import Probe
+    from ..engine_source.audit import Probe
     from .flags import Options
     from .knowledge import Defect, Remedy
     from .logs import Hit

@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .source import SourceTree
+    from ..engine_source.tree import SourceTree
 
 _OPTION_FILES = ("engine/arg_utils.py", "entrypoints/openai/cli_args.py", "entrypoints/cli/serve.py", "envs.py")
 _SETTING_FILES = ("config/attention.py", "config/kernel.py")

@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .audit import ABSENT, FAULTY
+from ..engine_source.audit import ABSENT, FAULTY, WRONG_OUTPUT
 from .facts import DEFAULT_LOGITS_MB
 from .knowledge import Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .audit import Probe
+    from ..engine_source.audit import Probe
     from .candidates import Offers
 
 BACKEND = "ROCM_AITER_MLA_SPARSE"
@@ -24,15 +24,12 @@ _SCORE_BYTES = 4
 # fixed and other faults in its place.
 _SOUND_SINCE = "0.32"
 
-# Probe, and what it means for long prompts. The first three give wrong tokens, the last two cost memory and time.
+# Probe, and what it means for long prompts. The last two cost memory and time.
 CAUSES: Mapping[str, str] = {
-    "plan-key": "from the third chunk on, attention reuses the first chunk's work partition",
-    "cache-layout": "index keys are misplaced at block size 1, at every length",
-    "block-offset-width": "where one layer's index cache exceeds 2 GiB, keys beyond are written or read elsewhere",
+    **WRONG_OUTPUT,
     "scratch-reserved": "prefill scratch is not reserved: memory given to the KV cache may be taken",
     "gather-skip": "keys are gathered again for every sub-chunk: time lost, not wrong by itself",
 }
-WRONG_OUTPUT = ("plan-key", "cache-layout", "block-offset-width")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from .values import Method, Raised, Symbol, Unknown, Unreadable
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .source import SourceTree
+    from ..engine_source.tree import SourceTree
     from .values import Choices, Class
 
 _FUEL = 20_000

@@ -53,6 +53,8 @@ def vllm(monkeypatch):
         def info(self, text, *values):
             self.lines.append(text % values)
 
+        warning = info
+
         def build(self, **changes):
             monkeypatch.setattr(seams, "current_engine", lambda: engine(**changes))
 
@@ -69,6 +71,46 @@ def vllm(monkeypatch):
 def test_vllms_own_choice_comes_first(vllm):
     assert plugin.choose(lambda: "vllm.Own", None) == "vllm.Own"
     assert vllm.lines == []
+
+
+ROCM = "v1/attention/backends/mla/rocm_aiter_mla_sparse.py"
+CHOSEN = "vllm.v1.attention.backends.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend"
+PLAN = """
+class ROCMAiterMLASparseMetadataBuilder:
+    def build(self, common):
+        lens = np.minimum(common.seq_lens_cpu, self.topk_tokens)
+        key = (common.num_tokens, lens.tobytes(){more})
+        if key != self._plan_key:
+            compute()
+            self._plan_key = key
+"""
+
+
+@pytest.fixture
+def rocm(vllm, monkeypatch, tmp_path):
+    """A vLLM of a given version whose cached plan's key holds ``more``; only the code that a probe reads is there."""
+
+    def build(more: str, version: str = "0.32.0") -> list[str]:
+        file = tmp_path / ROCM
+        file.parent.mkdir(parents=True)
+        file.write_text(PLAN.format(more=more))
+        monkeypatch.setattr(seams, "installed", lambda: seams.Installed(version, tmp_path))
+        assert plugin.choose(lambda: CHOSEN, None) == CHOSEN
+        return vllm.lines
+
+    return build
+
+
+@pytest.mark.parametrize(("version", "cure"), [("0.32.0", "SPARSE_MLA_VLLM=always lets"), ("0.23.0", "vllm>=0.32")])
+def test_a_native_backend_that_is_known_to_be_wrong_serves_with_a_warning(rocm, version, cure):
+    (line,) = rocm("", version)
+    assert "vLLM chose ROCMAiterMLASparseBackend, which is known to give wrong output: from the third chunk on" in line
+    assert f"({ROCM}:5: " in line
+    assert cure in line
+
+
+def test_the_same_backend_without_the_fault_brings_no_warning(rocm):
+    assert rocm(", (common.seq_lens_cpu - common.query_lens).tobytes()") == []
 
 
 def test_ours_where_vllm_has_none_and_one_line_says_why(vllm):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 
 from ... import envs
+from ...engine_source.audit import wrong_output
+from ...engine_source.tree import SourceTree
 from ...errors import BackendRejectedError
 from ...requirements import Reason
 from . import seams
@@ -35,10 +37,29 @@ def choose_backend(native: Callable[[], str], asked_for: str | None) -> str:
     if envs.get(MODE) == "always":
         return _ours(f"{MODE} is always")
     try:
-        return native()
+        chosen = native()
     except (NotImplementedError, RuntimeError, ValueError) as refusal:
         why = f'vLLM has no backend of its own ("{" ".join(str(refusal).split())}")'
         return _ours(why, fallback=True)
+    _warn_of_wrong_output(chosen)
+    return chosen
+
+
+def _warn_of_wrong_output(chosen: str) -> None:
+    """VLLM's own choice stands, but not silently where its source has a fault that is known to give wrong tokens."""
+    vllm = seams.installed()
+    known = wrong_output(SourceTree(vllm.root, vllm.version, "installed"), chosen)
+    if not known:
+        return
+    cure = f"{MODE}=always lets sparse-mla serve instead"
+    if _unfit_version():
+        cure = f"vllm{seams.SUPPORTED} and {MODE}=always let sparse-mla serve instead"
+    seams.logger().warning(
+        "vLLM chose %s, which is known to give wrong output: %s. %s; sparse-mla doctor says more.",
+        chosen.rpartition(".")[2],
+        "; ".join(known),
+        cure,
+    )
 
 
 def _ours(why: str, *, fallback: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from .source import SourceTree
+    from .tree import SourceTree
 
 FAULTY, SOUND, ABSENT = "faulty", "sound", "absent"
 
@@ -25,6 +25,14 @@ MODEL_FILES = ("model_executor/models/deepseek_v2.py", "models/deepseek_v32/atte
 _ROCM_INDEXER = "rocm_aiter_sparse_attn_indexer"
 _CACHE_KERNELS = ("_indexer_k_quant_and_cache_kernel", "_cp_gather_indexer_quant_cache_kernel")
 _SCHEDULE_KEYS = {"indexer_types", "index_topk_freq", "index_topk_pattern", "skip_topk"}
+
+
+# Probes of the ROCm backend whose fault gives wrong tokens, and what it means for long prompts.
+WRONG_OUTPUT: Mapping[str, str] = {
+    "plan-key": "from the third chunk on, attention reuses the first chunk's work partition",
+    "cache-layout": "index keys are misplaced at block size 1, at every length",
+    "block-offset-width": "where one layer's index cache exceeds 2 GiB, keys beyond are written or read elsewhere",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +56,22 @@ def audit(source: SourceTree) -> Mapping[str, Probe]:
             status, where, what = ABSENT, "", "the source is nested too deeply to be read"
         answers[identifier] = Probe(id=identifier, status=status, where=where, what=what)
     return answers
+
+
+def wrong_output(source: SourceTree, class_path: str) -> list[str]:
+    """What is known to give wrong tokens in the backend that ``class_path`` names, with file and line; empty if nothing.
+
+    Args:
+        class_path: as an engine states its choice, e.g. ``vllm.v1.attention.backends.mla.x.XBackend``.
+    """
+    if source.module_path(class_path.rpartition(".")[0]) != ROCM_BACKEND:
+        return []
+    answers = audit(source)
+    return [
+        f"{meaning} ({answers[name].where}: {answers[name].what})"
+        for name, meaning in WRONG_OUTPUT.items()
+        if answers[name].status == FAULTY
+    ]
 
 
 _Answer = tuple[str, str, str]
