@@ -87,15 +87,21 @@ def compile_for(wanted: Launch, device: Device) -> Resources:
     names = wanted.kernel.arg_names
     constants = dict(wanted.constants)
     signature = dict(zip(names, wanted.signature, strict=False)) | dict.fromkeys(constants, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(wanted.signature) if kind.startswith("*")}
+    aligned = [kind.startswith("*") for kind in wanted.signature]
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (known, parameter) in enumerate(zip(aligned, wanted.kernel.params, strict=False))
+        if known and not parameter.do_not_specialize_on_alignment
+    }
     source = ASTSource(wanted.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    compiled = triton.compile(source, target=_target(device), options=dict(wanted.options))
+    compiled = triton.compile(source, target=target_of(device), options=dict(wanted.options))
     if device.kind == "rocm":
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
 
 
-def _target(device: Device) -> GPUTarget:
+def target_of(device: Device) -> GPUTarget:
+    """Triton's name of an architecture."""
     if device.kind == "rocm":
         return GPUTarget("hip", device.arch, _WARP.get(device.arch, 32))
     return GPUTarget("cuda", int(device.arch.removeprefix("sm")), 32)

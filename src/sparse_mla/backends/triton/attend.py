@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 RUNTIME = ["first_row", "index_stride", "query_stride", "table_stride", "table_width", "block_stride"]
+SLICED = ["block_table", "requests", "indices"]
+"""Pointers that may begin anywhere; see scores.py."""
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def locate(
     block_table,
     requests,
@@ -361,7 +363,7 @@ class Attend:
             *parts,
             run.start,
             row_stride("q", q, vector),
-            softmax_scale,
+            float(softmax_scale),
             **shape,
             **(whole if run.prefill else {"SEGMENT": self._split.segment, "PARTS": self._split.parts}),
             PLACES=scratch["places"].shape[1],

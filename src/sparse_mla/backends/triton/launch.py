@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 
 if TYPE_CHECKING:
@@ -13,8 +14,20 @@ INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which knows no assembly."""
 
 
+_ROCM = torch.version.hip is not None
+
+
+def arguments(args: tuple[Any, ...], rocm: bool) -> tuple[Any, ...]:
+    """What a kernel is started with. On AMD Triton compiles a second kernel, with 32-bit offsets, for tensors whose allocation
+    is below 2 GiB; how large an engine's allocations are is nothing that warm-up could know, so it is not told.
+    """
+    if not rocm:
+        return args
+    return tuple(triton.reinterpret(arg, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    kernel[grid](*args, **options)
+    kernel[grid](*arguments(args, _ROCM), **options)
 
 
 start: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] = _start

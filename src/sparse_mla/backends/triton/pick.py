@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .encoding import ordered
-from .scores import COUNTER_WORDS, load_keys, row_scores, sampled_position
+from .scores import COUNTER_WORDS, SLICED, load_keys, row_scores, sampled_position
 
 LAST = tl.constexpr(2**31 - 1)
 RUNTIME = [
@@ -46,7 +46,7 @@ def row_visible(requests, visible_lens, row, table_width, BLOCK_SIZE: tl.constex
     return request, tl.where(request < 0, 0, tl.maximum(visible, 0))
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def set_limits(
     requests,
     visible_lens,
@@ -91,7 +91,7 @@ def set_limits(
     tl.store(limit_positions + local, limit_position)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def pick(
     requests,
     visible_lens,
@@ -140,7 +140,7 @@ def pick(
             tl.atomic_add(nan_rows, 1, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def sort_rows(out, lens, first_row, out_stride, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
     """One program a row: its picked positions in ascending order, then −1."""
     row = (first_row + tl.program_id(0)).to(tl.int64)
@@ -151,7 +151,7 @@ def sort_rows(out, lens, first_row, out_stride, TOPK: tl.constexpr, TOPK_PADDED:
     tl.store(target, tl.where(slot < count, ascending, -1), mask=slot < TOPK)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def pick_failed(
     query,
     weights,

@@ -26,6 +26,9 @@ RUNTIME = [
     "scale_block_stride",
 ]
 """Whole numbers that differ from call to call: never specialised on, so that warm-up leaves nothing to compile."""
+SLICED = ["weights", "scale", "block_table", "requests", "visible_lens", "out", "lens"]
+"""Pointers that may begin anywhere, such as at a row of a longer buffer: never specialised on their alignment either. Rows
+are reached through a stride of RUNTIME, so no load would gain from it."""
 COUNTER_WORDS = tl.constexpr(scratch.COUNTER_WORDS)
 
 
@@ -73,7 +76,7 @@ def load_keys(
     return keys, tl.where(inside, 1.0, 0.0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def score_tiles(
     query,
     weights,
@@ -271,7 +274,7 @@ def score_row(
         keep(score, position, visible, limit, limit_position, tickets, candidates, local * CAPACITY, CAPACITY)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def score_rows(
     query,
     weights,

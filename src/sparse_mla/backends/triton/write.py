@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 RUNTIME = ["source_stride", "block_stride", "scale_block_stride", "num_slots"]
+SLICED = ["source", "slots", "scales"]
+"""Pointers that may begin anywhere; see scores.py."""
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def copy_rows(
     source,
     slots,
@@ -46,7 +48,7 @@ def copy_rows(
         tl.store(target + start + COLUMN + column, value.to(target.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
 def quantise_rows(
     source,
     slots,
