@@ -24,6 +24,7 @@ def test_a_right_operator_is_timed(capsys):
     assert (code, result["ok"], result["schema"]) == (0, True, "sparse-mla/bench/1")
     assert case["us"] > case["floor_us"] > 0
     assert case["torch_us"] > 0
+    assert case["torch_bytes"] > 0
     assert (case["backend"], case["mode"]) == ("eager", "strict")
 
 

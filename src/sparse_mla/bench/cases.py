@@ -34,6 +34,7 @@ class Shape:
     rows: int
     requests: int
     context: int
+    index_topk: int = GLM_TP4.dims.index_topk
 
     @property
     def decode(self) -> bool:
@@ -42,14 +43,17 @@ class Shape:
 
     def __str__(self) -> str:
         rows = f"{self.requests} x 1" if self.decode else str(self.rows)
-        return f"{self.stage} {rows} x {self.context}, {self.heads} heads"
+        name = f"{self.stage} {rows} x {self.context}, {self.heads} heads"
+        return name if self.index_topk == GLM_TP4.dims.index_topk else f"{name}, index_topk {self.index_topk}"
 
 
 def shapes(*, small: bool) -> tuple[Shape, ...]:
-    """The published shapes; ``small`` ones where a CPU must answer in seconds."""
+    """The published shapes; on a CPU, ``small``, few rows of one rank and of the tiny model, in a minute or two."""
     if small:
-        few = [Shape(stage="select", heads=32, rows=rows, requests=1, context=4096) for rows in (1, 8)]
-        return (*few, *(replace(shape, stage="attend", heads=16) for shape in few))
+        sizes = ((1, 4096), (8, 4096), (256, 16384))
+        select = [Shape(stage="select", heads=32, rows=rows, requests=1, context=context) for rows, context in sizes]
+        select.append(replace(select[-1], heads=4, index_topk=64))
+        return (*select, *(replace(one, stage="attend", heads=min(one.heads, 16)) for one in select))
     prefill = partial(Shape, requests=1, context=131072)
     decode = partial(Shape, rows=1)
     return (
@@ -68,6 +72,7 @@ class Prepared:
 
     def __init__(self, shape: Shape, facts: Device, where: torch.device, *, backend: str, strict: bool) -> None:
         dims = GLM_TP4.dims
+        dims = replace(dims, index_topk=shape.index_topk)
         selecting = shape.stage == "select"
         dims = replace(dims, index_n_heads=shape.heads) if selecting else replace(dims, num_heads=shape.heads)
         rows = shape.rows * shape.requests

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from .needs import require_device, require_torch
-from .render import console, emit_json, table
+from .render import console, emit_json, human_bytes, table
 
 if TYPE_CHECKING:
     import argparse
@@ -49,6 +49,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     from ..bench.peers import torch_call
     from ..bench.timing import ceilings, median_us
     from ..device import probe
+    from ..testing.meter import peak_bytes
 
     where, facts = torch.device(args.device), probe(args.device)
     every = shapes(small=where.type == "cpu")
@@ -68,8 +69,11 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             continue
         floor = case.floor_us(best)
         took = median_us(case.call, where, graph=where.type == "cuda" and shape.rows * shape.requests <= 256)
-        peer = median_us(partial(torch_call, case), where) if shape.requests == 1 else None
-        cases.append(entry | {"ok": True, "us": took, "floor_us": floor, "torch_us": peer})
+        entry |= {"ok": True, "us": took, "floor_us": floor, "torch_us": None, "torch_bytes": None}
+        if shape.requests == 1:
+            peer = partial(torch_call, case)
+            entry |= {"torch_us": median_us(peer, where), "torch_bytes": peak_bytes(peer, args.device)}
+        cases.append(entry)
         del case
         if where.type == "cuda":
             torch.cuda.empty_cache()
@@ -89,12 +93,13 @@ def _show(result: dict[str, Any]) -> None:
     rows = []
     for case in result["cases"]:
         if not case["ok"]:
-            rows.append((case["id"], case["backend"], case["mode"], "WRONG", "", "", case["evidence"]))
+            rows.append((case["id"], case["backend"], case["mode"], "WRONG", "", "", case["evidence"], ""))
             continue
         peer = case["torch_us"]
         against = "" if peer is None else f"{peer / case['us']:.1f} x"
         took, floor = f"{case['us']:.0f}", f"{case['us'] / case['floor_us']:.2f} x"
-        scratch = f"{case['scratch_bytes'] / 2**20:.0f} MiB"
-        rows.append((case["id"], case["backend"], case["mode"], took, floor, against, scratch))
-    columns = ("case", "backend", "mode", "µs", "floor", "faster than torch", "scratch")
+        beside = "" if peer is None else human_bytes(case["torch_bytes"])
+        scratch = human_bytes(case["scratch_bytes"])
+        rows.append((case["id"], case["backend"], case["mode"], took, floor, against, scratch, beside))
+    columns = ("case", "backend", "mode", "µs", "floor", "faster than torch", "scratch", "torch's")
     out.print(table("Medians, caches cold", columns, rows))
