@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sparse_mla.dims import MLADims
 from sparse_mla.quantize import quantize_index_q
 from sparse_mla.testing import retrieval, words
-from sparse_mla.testing.planted import FACT_TOKENS, endpoint_style, plant, recalled
+from sparse_mla.testing.planted import FACT_TOKENS, endpoint_style, plant, recalled, recite
 from sparse_mla.verify.endpoint import style
 
 LONGEST = 1 << 17
@@ -103,6 +103,18 @@ def test_planted_prompts_have_their_length_and_their_facts_where_they_belong():
     for fact in planted.facts:
         assert planted.tokens[fact.position :][:FACT_TOKENS] == fact.tokens
         assert planted.prompt(fact) == [*planted.tokens, *fact.question]
+
+
+def test_a_recital_has_its_length_and_tells_every_fact_twice():
+    recital = recite(500, 4)
+    assert len(recital.tokens) == 500
+    for span in recital.spans:
+        told = recital.tokens[span.start - 4 : span.stop]
+        assert len(told) == FACT_TOKENS
+        assert sum(recital.tokens[at : at + FACT_TOKENS] == told for at in range(500)) == 2
+    assert recital.tokens[:FACT_TOKENS] == (*recital.tokens[-4:], *recital.answer[:-1])
+    with pytest.raises(ValueError, match="overlap"):
+        recite(100, 8)
 
 
 def test_facts_that_would_overlap_are_refused():

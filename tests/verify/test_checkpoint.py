@@ -9,7 +9,7 @@ import pytest
 
 from sparse_mla.errors import ConfigError
 from sparse_mla.testing.tiny_model import tiny_config
-from sparse_mla.verify.checkpoint import check_safetensors, model_folder, tiny_folder
+from sparse_mla.verify.checkpoint import check_safetensors, knows_facts, made_folder, model_folder
 
 
 def safetensors(header: object, data: bytes) -> bytes:
@@ -90,16 +90,26 @@ def test_a_model_that_is_not_dsa_is_refused(folder):
 
 def test_tiny_is_made_once_and_made_again_when_spoiled(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_CACHE_DIR", str(tmp_path))
-    folder = tiny_folder()
+    folder = made_folder("tiny")
     weights = folder / "model.safetensors"
     check_safetensors(weights)
     first = weights.stat().st_mtime_ns
-    assert tiny_folder() == folder
+    assert made_folder("tiny") == folder
     assert weights.stat().st_mtime_ns == first
     (folder / "config.json").write_text(json.dumps(tiny_config(index_topk=32)))
-    tiny_folder()
+    made_folder("tiny")
     assert json.loads((folder / "config.json").read_text()) == tiny_config()
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_retrieval_is_made_and_known_to_repeat_facts_and_tiny_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE_MLA_CACHE_DIR", str(tmp_path))
+    folder, dims, _ = model_folder("retrieval")
+    assert (folder.parent, dims.index_topk) == (tmp_path, 512)
+    assert knows_facts(folder)
+    assert not knows_facts(made_folder("tiny"))
+    (folder / "endpoint-style.json").write_text('{"ask": "each"}')
+    assert not knows_facts(folder)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
@@ -107,4 +117,4 @@ def test_a_cache_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
     blocked.write_text("")
     monkeypatch.setenv("SPARSE_MLA_CACHE_DIR", str(blocked))
     with pytest.raises(ConfigError, match="SPARSE_MLA_CACHE_DIR"):
-        tiny_folder()
+        made_folder("tiny")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from sparse_mla.dims import MLADims
 from sparse_mla.errors import NotCheckableError
 from sparse_mla.testing.faults import WRONG_SELECTIONS
+from sparse_mla.testing.planted import recite
 from sparse_mla.testing.tiny_model import tiny_config
 from sparse_mla.verify.engine import CONTROLS
 from sparse_mla.verify.engine_judgement import Comparison, Served, judge
@@ -47,6 +49,20 @@ def report(runs=None, comparisons=None):
     return judge(DIMS, runs, comparisons, facts, seconds=lambda: 1.0)
 
 
+RECITAL = recite(LENGTH, 4)
+KNOWN = {"tokens": [*RECITAL.answer, 9, 9], "ranks": [1] * (LENGTH - 1), "logprobs": LOGPROBS, "plan": PLAN}
+FORGOTTEN = KNOWN | {"tokens": [9] * 8, "ranks": [2] * (LENGTH - 1), "logprobs": [-9.0] * (LENGTH - 1)}
+
+
+def recited(answer=KNOWN, wrong=FORGOTTEN):
+    runs = [
+        Served(length=LENGTH, chunk=chunk, answer=KNOWN | answer, trace=trace(chunk), recital=RECITAL)
+        for chunk in (64, 50)
+    ]
+    both = replace(comparison(), answer=KNOWN, controls=dict.fromkeys(CONTROLS, wrong), recital=RECITAL)
+    return report(runs, [both])
+
+
 def failed(result):
     return {check.id for check in result.checks if not check.ok}
 
@@ -67,6 +83,44 @@ def test_another_row_in_one_plan_is_named(stage, verb):
     assert check.detail == "chunks of 64 and chunks of 50: layers.0, token 123"
     hashes = [plan["sha256"] for plan in result.cases[0]["plans"]]
     assert {name for name in hashes[0] if hashes[0][name] != hashes[1][name]} == {stage}
+
+
+def test_planted_facts_come_back_and_wrong_selections_lose_them():
+    result = recited()
+    assert failed(result) == set()
+    assert "200 tokens: all 4 planted facts come back, from the first token of the prompt on" in result.proved
+    recall = result.to_json()["facts"]["recall"]
+    assert recall["200 tokens, chunks of 64"] == 1
+    assert all(recall[f"200 tokens, {name}"] == 0 for name in CONTROLS)
+
+
+def expected_second(span):
+    return {"ranks": [2 if at == span[-1] - 1 else 1 for at in range(LENGTH - 1)]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "lost"),
+    [
+        ({"tokens": [*RECITAL.answer[:-1], 9, 9, 9]}, 1),
+        (expected_second(RECITAL.spans[0]), 2),
+        (expected_second(RECITAL.spans[2]), 4),
+    ],
+)
+def test_one_wrong_token_of_a_planted_fact_is_a_fault(answer, lost):
+    result = recited(answer)
+    assert failed(result) == {"engine.recall.plans"}
+    (check,) = (check for check in result.checks if not check.ok)
+    assert check.detail == f"chunks of 64: 3 of 4 facts, without those numbered {lost}"
+    assert "recall" not in " ".join(result.proved)
+
+
+def test_a_wrong_selection_that_keeps_the_facts_proves_nothing():
+    result = recited(wrong=KNOWN | {"logprobs": [-9.0] * (LENGTH - 1)})
+    assert failed(result) == {f"engine.control.{name}" for name in CONTROLS}
+
+
+def test_a_model_that_knows_no_facts_is_not_asked_for_them():
+    assert report().to_json()["facts"]["recall"] == {}
 
 
 def test_other_tokens_are_a_fault():

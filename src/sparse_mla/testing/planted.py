@@ -49,6 +49,37 @@ class Planted:
         return [*self.tokens, *fact.question]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recital:
+    """A prompt that tells its facts twice: where they are planted, and one after the other at its end.
+
+    Attributes:
+        spans: for each fact but the first, the positions at which its answer stands the second time, without the end
+            token. A model that knows the fact expects each of these tokens more than any other.
+        answer: what a model that knows the first fact, whose question ends the prompt, says next.
+    """
+
+    tokens: tuple[int, ...]
+    spans: tuple[range, ...]
+    answer: tuple[int, ...]
+
+
+def recite(length: int, facts: int, *, seed: int = 0) -> Recital:
+    """A recital of exactly ``length`` tokens, its facts evenly planted from the first token on.
+
+    Raises:
+        ValueError: facts would overlap, or there is no room for them.
+    """
+    question = KEY_WORDS + 1
+    planted = plant(length - (facts - 1) * FACT_TOKENS - question, [step / facts for step in range(facts)], seed=seed)
+    tokens, spans = list(planted.tokens), []
+    for fact in planted.facts[1:]:
+        spans.append(range(len(tokens) + question, len(tokens) + FACT_TOKENS))
+        tokens += fact.tokens
+    first = planted.facts[0]
+    return Recital(tokens=(*tokens, *first.question), spans=tuple(spans), answer=first.answer)
+
+
 def plant(length: int, depths: Sequence[float], *, seed: int = 0) -> Planted:
     """Random words with one fact at each depth: 0 is the very start, 1 the very end.
 

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MAX_HEADER = 1 << 27
-_TINY = "tiny-glm-moe-dsa"
+MADE = ("tiny", "retrieval")
+"""Models that are made here; a folder of such a name is given as ``./tiny``."""
 
 
 def model_folder(model: str) -> tuple[Path, MLADims, dict[str, Any]]:
-    """The folder of ``--model``, its sizes and its config; ``tiny`` is made in the cache folder when it is not there.
+    """The folder of ``--model``, its sizes and its config; a name of ``MADE`` is made in the cache folder.
 
     Raises:
         ConfigError: no config, not DSA, no weights, or a weights file that is not whole.
     """
-    folder = tiny_folder() if model == "tiny" else Path(model)
+    folder = made_folder(model) if model in MADE else Path(model)
     fields = read_config(folder)
     dims = MLADims.from_config(fields)
     for file in _weight_files(folder):
@@ -37,20 +38,39 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def tiny_folder() -> Path:
-    """A seeded tiny GlmMoeDsa checkpoint with ordinary weights, made on first use in SPARSE_MLA_CACHE_DIR."""
+def made_folder(name: str) -> Path:
+    """A seeded checkpoint of ours, made on first use in SPARSE_MLA_CACHE_DIR; ``name`` is one of ``MADE``.
+
+    ``tiny``: ordinary random weights. ``retrieval``: weights that repeat planted facts.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    from ..testing.retrieval import retrieval_config, write_retrieval_model
     from ..testing.tiny_model import tiny_config, write_tiny_model
 
+    config, write = {
+        "tiny": (tiny_config, write_tiny_model),
+        "retrieval": (retrieval_config, write_retrieval_model),
+    }[name]
     stated = envs.get("SPARSE_MLA_CACHE_DIR")
-    folder = (Path(stated) if stated else Path.home() / ".cache" / "sparse-mla") / _TINY
+    folder = (Path(stated) if stated else Path.home() / ".cache" / "sparse-mla") / f"{name}-glm-moe-dsa"
     try:
-        whole = (folder / "model.safetensors").is_file() and read_config(folder) == tiny_config()
+        whole = (folder / "model.safetensors").is_file() and read_config(folder) == config()
         if not whole:
-            write_tiny_model(folder)
+            write(folder)
     except OSError as error:
         hint = "Set SPARSE_MLA_CACHE_DIR to a folder that can be written to."
         raise ConfigError(f"cannot write {folder} ({error.strerror})", hint=hint) from None
     return folder
+
+
+def knows_facts(folder: Path) -> bool:
+    """Whether the model of a folder repeats planted facts: ``testing.retrieval`` wrote it, and says how to ask it."""
+    from ..testing.planted import endpoint_style
+
+    style = folder / "endpoint-style.json"
+    return style.is_file() and read_config(style) == endpoint_style()
 
 
 def _weight_files(folder: Path) -> list[Path]:

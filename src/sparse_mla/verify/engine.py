@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.specifiers import SpecifierSet
 
 from ..errors import NotCheckableError, UsageError
+from ..testing.planted import FACT_TOKENS, Recital, recite
 from . import memory
-from .checkpoint import model_folder, weight_bytes
+from .checkpoint import knows_facts, model_folder, weight_bytes
 from .children import run_jobs
 from .engine_judgement import Comparison, Served, judge
 from .engine_trace import load
@@ -36,6 +37,7 @@ CHUNK_TOKENS = (8_192, 2_048, 512)
 CONTROLS = ("last-k", "first-k", "shifted-by-one")
 """Wrong selections that every report shows to be noticed; see ``testing.faults``."""
 _DECODED = 8
+_MOST_FACTS = 21
 _FIRST_TOKEN_ID = 2
 _LEAST_COMPARED = 2_048
 _SLACK_BYTES = 3 << 30
@@ -49,7 +51,7 @@ class EngineOptions:
     """What to run.
 
     Attributes:
-        model: a checkpoint folder, or ``tiny``.
+        model: a checkpoint folder, or a name of ``checkpoint.MADE``.
         supported: which versions of the engine the integration serves, as a version specifier.
         backend: of every stage, by name; None: what the environment says.
         compared: tokens of the prompt that is compared with Transformers; None: 2 × index_topk, and at least 2,048.
@@ -150,8 +152,15 @@ class _Run:
         """Layers with an indexer of their own."""
         return sum(self.dims.owns_indexer)
 
+    def recital(self, length: int) -> Recital | None:
+        """The prompt of a model that repeats planted facts; None for any other, or where no two facts have room."""
+        facts = min(_MOST_FACTS, length // (4 * FACT_TOKENS))
+        return recite(length, facts, seed=self.options.seed) if knows_facts(self.folder) and facts > 1 else None
+
     def ids(self, length: int) -> list[int]:
-        """A prompt of random token ids."""
+        """A prompt with planted facts, or of random token ids."""
+        if recital := self.recital(length):
+            return list(recital.tokens)
         source = random.Random(f"prompt {self.options.seed} {length}")
         return [source.randrange(_FIRST_TOKEN_ID, int(self.fields["vocab_size"])) for _ in range(length)]
 
@@ -216,16 +225,23 @@ class _Run:
         results = self._children("sparse_mla.verify.vllm_child", jobs, scratch / "engine", steps)
         *plans, fp8, plain = (result["answers"] for result in results)
         served = [
-            Served(length=length, chunk=chunk, answer=answer, trace=load(scratch / f"trace-{chunk}-{length}"))
+            Served(
+                length=length,
+                chunk=chunk,
+                answer=answer,
+                trace=load(scratch / f"trace-{chunk}-{length}"),
+                recital=self.recital(length),
+            )
             for chunk, answers in zip(self.options.chunk_tokens, plans, strict=True)
             for length, answer in zip(lengths, answers, strict=True)
         ]
-        theirs = self._transformers(scratch, steps)
+        theirs, recital = self._transformers(scratch, steps), self.recital(self.compared)
         comparisons = [
-            Comparison(
-                keys="fp8", answer=fp8[0], theirs=theirs.get("fp8"), controls=dict(zip(CONTROLS, fp8[1:], strict=True))
-            ),
-            Comparison(keys="plain", answer=plain[0], theirs=theirs.get("plain"), controls={}),
+            Comparison(keys=keys, answer=answers[0], theirs=theirs.get(keys), controls=controls, recital=recital)
+            for keys, answers, controls in (
+                ("fp8", fp8, dict(zip(CONTROLS, fp8[1:], strict=True))),
+                ("plain", plain, {}),
+            )
         ]
         return served, comparisons
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ..dims import MLADims
+    from ..testing.planted import Recital
     from .engine_trace import EngineTrace
 
 TOLERANCE = 1e-4
@@ -26,12 +27,16 @@ CONTROL_FACTOR = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """One prompt under one chunk plan; ``answer``: tokens, logprobs of the prompt from its second token on, plan."""
+    """One prompt under one chunk plan; ``answer``: tokens, logprobs and ranks of the prompt from its second token on, plan.
+
+    ``recital`` is the prompt where it holds planted facts and the model is one that repeats them.
+    """
 
     length: int
     chunk: int
     answer: Mapping[str, Any]
     trace: EngineTrace
+    recital: Recital | None = None
 
     @property
     def name(self) -> str:
@@ -52,6 +57,7 @@ class Comparison:
     answer: Mapping[str, Any]
     theirs: Mapping[str, Any] | None
     controls: Mapping[str, Mapping[str, Any]]
+    recital: Recital | None = None
 
     @property
     def tokens(self) -> int:
@@ -69,7 +75,7 @@ def judge(
 ) -> Report:
     """The report of an engine run."""
     groups = [[run for run in served if run.length == length] for length in dict.fromkeys(run.length for run in served)]
-    checks = [check for group in groups for check in _plan_checks(group, dims)]
+    checks = [check for group in groups for check in plan_checks(group, dims)]
     checks += [check for comparison in comparisons for check in _comparison_checks(comparison)]
     plan = served[0].answer["plan"]
     moved = {
@@ -88,6 +94,7 @@ def judge(
             "logprobs": {str(group[0].length): f"equal {_agreement(group)}" for group in groups},
             "tolerance": TOLERANCE,
             "controls": {name: amount if isfinite(amount) else None for name, amount in moved.items()},
+            "recall": _recall(served, comparisons),
             "compared_tokens": comparisons[0].tokens,
             "near_ties": {item.keys: item.theirs["near_ties"] for item in comparisons if item.theirs is not None},
         },
@@ -98,6 +105,25 @@ def judge(
         seconds=seconds(),
         not_checked=() if comparisons[0].theirs else ("Transformers (not installed: pip install transformers)",),
     )
+
+
+def told_again(recital: Recital, answer: Mapping[str, Any]) -> list[bool]:
+    """For each fact whether the model knew it: it says the first one itself, and of the others expects every token most."""
+    first = tuple(answer["tokens"][: len(recital.answer)]) == recital.answer
+    return [first, *(all(answer["ranks"][at - 1] == 1 for at in span) for span in recital.spans)]
+
+
+def _recall(served: Sequence[Served], comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Share of planted facts that came back in every plan, by length, and with each wrong selection."""
+    found = {
+        f"{run.length} tokens, {run.name}": told_again(run.recital, run.answer) for run in served if run.recital
+    } | {
+        f"{item.tokens} tokens, {name}": told_again(item.recital, wrong)
+        for item in comparisons
+        if item.recital
+        for name, wrong in item.controls.items()
+    }
+    return {case: round(sum(known) / len(known), 3) for case, known in found.items()}
 
 
 def _agreement(group: Sequence[Served]) -> str:
@@ -113,7 +139,7 @@ def _agreement(group: Sequence[Served]) -> str:
     return f"within {TOLERANCE:g} (up to {max(abs(a - b) for a, b in pairs):.2g} apart)"
 
 
-def _plan_checks(group: Sequence[Served], dims: MLADims) -> Iterator[Check]:
+def plan_checks(group: Sequence[Served], dims: MLADims) -> Iterator[Check]:
     """The same prompt under every chunk plan."""
     first, case = group[0], f"{group[0].length:,} tokens"
 
@@ -137,6 +163,10 @@ def _plan_checks(group: Sequence[Served], dims: MLADims) -> Iterator[Check]:
         for run in group[1:]
     )
     yield check("tokens.plans", "decoded tokens: equal", tokens)
+    if first.recital:
+        lost = (_lost(run.recital, run.answer, run.name) for run in group if run.recital)
+        what = f"planted facts: all {len(first.recital.spans) + 1} come back, the first after {first.length:,} tokens"
+        yield check("recall.plans", what, lost)
     logprobs = (_logprob_fault(first.answer, run.answer, f"{first.name} and {run.name}") for run in group[1:])
     yield check("logprobs.plans", f"prompt logprobs: equal {_agreement(group)}", logprobs)
 
@@ -144,6 +174,12 @@ def _plan_checks(group: Sequence[Served], dims: MLADims) -> Iterator[Check]:
 def _chunk_fault(run: Served) -> str:
     wanted = -(-run.length // run.chunk)
     return "" if run.chunks == wanted else f"{run.name}: {run.chunks} chunks, wanted {wanted}"
+
+
+def _lost(recital: Recital, answer: Mapping[str, Any], who: str) -> str:
+    known = told_again(recital, answer)
+    numbers = ", ".join(str(number) for number, found in enumerate(known, 1) if not found)
+    return "" if all(known) else f"{who}: {sum(known)} of {len(known)} facts, without those numbered {numbers}"
 
 
 def _logprob_fault(mine: Mapping[str, Any], theirs: Mapping[str, Any], who: str) -> str:
@@ -174,6 +210,11 @@ def _comparison_checks(comparison: Comparison) -> Iterator[Check]:
         what = f"control {name}: a wrong selection moves the median logprob by {CONTROL_FACTOR} tolerances"
         detail = "" if ok else f"it moved by {moved:.3g}, needs {CONTROL_FACTOR * TOLERANCE:g}"
         yield Check(id=f"engine.control.{name}", case=case, what=what, ok=ok, detail=detail)
+        if comparison.recital:
+            known = told_again(comparison.recital, wrong)
+            what = f"control {name}: a wrong selection loses most planted facts"
+            detail = "" if 2 * sum(known) < len(known) else f"{sum(known)} of {len(known)} come back"
+            yield Check(id=f"engine.control.{name}", case=case, what=what, ok=not detail, detail=detail)
 
 
 def _median_move(comparison: Comparison, wrong: Mapping[str, Any]) -> float:
@@ -214,6 +255,11 @@ def _proved(
             f"{group[0].length:,} tokens in {counts} chunks: the same tokens, operator hashes of every layer equal, "
             f"prompt logprobs equal {_agreement(group)}"
         )
+        if group[0].recital:
+            facts = len(group[0].recital.spans) + 1
+            yield (
+                f"{group[0].length:,} tokens: all {facts} planted facts come back, from the first token of the prompt on"
+            )
     for item in comparisons:
         if item.theirs is not None:
             ties = (

@@ -124,9 +124,11 @@ def _answer(llm: Any, prompt: dict[str, Any], indexers: int) -> dict[str, Any]:
         (output,) = llm.generate([{"prompt_token_ids": prompt["ids"]}], params, use_tqdm=False)
     if prompt["record"]:
         recorder.save(Path(prompt["record"]), indexers, len(prompt["ids"]))
+    told = [next(iter(step.values())) for step in output.prompt_logprobs[1:]]
     return {
         "tokens": list(output.outputs[0].token_ids),
-        "logprobs": [next(iter(step.values())).logprob for step in output.prompt_logprobs[1:]],
+        "logprobs": [token.logprob for token in told],
+        "ranks": [token.rank for token in told],
         "plan": recorder.described,
     }
 
