@@ -33,7 +33,7 @@ def verify(capfd, monkeypatch):
 
     def run(*arguments: str, lengths: str = "2000,4000", form: str = "json") -> Result:
         capfd.readouterr()
-        given = [] if lengths is None else ["--lengths", lengths]
+        given = [] if lengths is None or "--lengths" in arguments else ["--lengths", lengths]
         topk = [] if "--index-topk" in arguments else ["--index-topk", "512"]
         code = main(["verify", *arguments, *given, *topk, "--format", form])
         captured = capfd.readouterr()

@@ -274,10 +274,10 @@ def test_a_weak_model_passes_only_with_its_own_measure(verify):
         assert verify("--endpoint", url, "--min-recall", "0.9", lengths="2000").code == 0
 
 
-def test_the_budget_is_a_bound_and_the_report_is_partial(verify):
-    script = Script()
+def test_the_budget_is_a_bound_and_the_report_is_partial(verify, tmp_path):
+    script, junit = Script(), tmp_path / "j.xml"
     with serve(script) as url:
-        result = verify("--endpoint", url, "--budget-tokens", "12000")
+        result = verify("--endpoint", url, "--budget-tokens", "12000", "--junit", str(junit))
     assert result.code == 3
     assert not result.json["facts"]["complete"]
     assert "--budget-tokens 12,000 is used up" in result.json["facts"]["stopped"]
@@ -286,6 +286,12 @@ def test_the_budget_is_a_bound_and_the_report_is_partial(verify):
     tokens = result.json["facts"]["tokens"]
     assert tokens["prompt"] + tokens["completion"] <= 12_000
     assert result.json["checks"]
+    written = ET.parse(junit)  # noqa: S314 - our own file
+    errors = [error.get("message") for error in written.iter("error")]
+    assert errors
+    assert all("--budget-tokens 12,000 is used up" in message for message in errors)
+    assert written.getroot().get("errors") == str(len(errors))
+    assert len(written.findall(".//testcase")) == len(result.json["checks"]) + len(errors)
 
 
 def test_a_fault_found_just_before_the_budget_ends_is_reported(verify):
@@ -392,7 +398,8 @@ def test_reports_tell_no_secret_and_no_text_unless_asked(verify, tmp_path, monke
     assert "endpoint.length" in report.read_text()
     root = ET.fromstring(plot.read_text())  # noqa: S314 - our own file
     assert root.tag.endswith("svg")
-    assert ET.parse(junit).getroot().get("failures") != "0"  # noqa: S314
+    counts = ET.parse(junit).getroot().attrib  # noqa: S314
+    assert (counts["failures"], counts["errors"], counts["skipped"]) == ("2", "0", "2")
     with serve(Script()) as url:
         verify("--endpoint", url, "--report", str(report), "--with-text")
     assert "0:cold/2000/0:" in report.read_text()
@@ -437,6 +444,12 @@ def test_the_picture_of_the_terminal_shows_depths_and_the_verdict(verify):
         ["--save", "/no/such/folder/x"],
         ["--chunk-tokens", "1,2"],
         ["--engine", "vllm"],
+        ["--all-rows"],
+        ["--quick"],
+        ["--tp", "1"],
+        ["--device", "cpu"],
+        ["--backend", "eager"],
+        ["--lengths", "9" * 5000],
         ["--endpoint", "http://b", "--endpoint", "http://c"],
     ],
 )

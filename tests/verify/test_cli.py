@@ -85,6 +85,10 @@ def test_a_fault_is_exit_1_and_a_line(model, capsys):
         (["--junit", "/nowhere/x.xml"], "--junit: needs a file name"),
         (["--engine", "vllm"], "--engine: needs --model"),
         (["--engine", "vllm", "--model", "tiny", "--device", "cuda"], "--device: needs the operator target"),
+        (["--engine", "vllm", "--model", "tiny", "--device", "cpu"], "--device: needs the operator target"),
+        (["--engine", "vllm", "--model", "tiny", "--tp", "1"], "--tp: needs the operator target"),
+        (["--engine", "vllm", "--model", "tiny", "--all-rows"], "--all-rows: needs the operator target"),
+        (["--model", "retrieval"], "--model retrieval: needs --engine vllm beside it"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, message, capsys):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..verify.report import Report
 
 SUMMARY = "prove that long prefill is right, by hash over chunk plans and by an independent reference"
+_OPERATORS_ALONE = ("all_rows", "device", "tp")
 _MOST = 2**31 - 4096  # positions are 32-bit, and decoded tokens and another request come on top
 
 
@@ -27,14 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Without --engine, the operators of this machine; with it, a real engine in a child process; --endpoint: a server."""
     parser.add_argument("--engine", choices=("vllm",), help="serve a model in a real engine and compare")
     parser.add_argument(
-        "--model", metavar="DIR|tiny", help="engine: the checkpoint; operators: the model whose geometry is taken"
-    )
-    parser.add_argument("--tp", type=int, default=1, help="operators with --model: tensor parallel size of one rank")
+        "--model", metavar="DIR|tiny|retrieval",
+        help="engine: the checkpoint, or one made here; operators: the model whose geometry is taken; endpoint: a name",
+    )  # fmt: skip
+    parser.add_argument("--tp", type=int, help="operators with --model: tensor parallel size of one rank")
     parser.add_argument("--lengths", metavar="N,N,...", help="prompt lengths in tokens")
     parser.add_argument("--chunk-tokens", metavar="N,N,...", help="sizes of the uniform chunk plans")
     parser.add_argument("--quick", action="store_true", help="the same checks on less: under a minute")
     parser.add_argument("--all-rows", action="store_true", help="look at every query row (the default on a GPU)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", help="operators: cpu (the default), cuda or cuda:N")
     parser.add_argument("--backend", help="backend of every stage, by name; never falls back")
     parser.add_argument("--seed", type=int, help="of inputs, placements and drawn rows (0); of prompts (always new)")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the checks as JUnit XML")
@@ -46,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
     from ..verify.report import writable, write_whole
 
     if args.endpoint:
-        if args.engine:
-            raise UsageError("--endpoint", needs="no --engine beside it", got=args.engine)
+        _refuse(
+            args, "the operator or the engine target", "--endpoint", "engine", "quick", "backend", *_OPERATORS_ALONE
+        )
         return endpoint.run(args)
     endpoint.refuse_alone(args)
+    if args.engine:
+        _refuse(args, "the operator target", f"--engine {args.engine}", *_OPERATORS_ALONE)
+    args.device = "cpu" if args.device is None else args.device
     require_device(args.device)
     args.seed = args.seed or 0
     if args.seed < 0:
@@ -64,6 +70,14 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "human":
         _show(report)
     return report.exit_code
+
+
+def _refuse(args: argparse.Namespace, needs: str, got: str, *names: str) -> None:
+    """What another target understands is refused, never ignored."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise UsageError(f"--{name.replace('_', '-')}", needs=needs, got=got)
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
@@ -88,9 +102,12 @@ def _operators(args: argparse.Namespace) -> Report:
     dims = GLM_TP4.dims
     if args.model is not None:
         from ..dims import MLADims
+        from ..verify.checkpoint import MADE
 
-        dims = MLADims.from_config(args.model, tensor_parallel=args.tp)
-    elif args.tp != 1:
+        if args.model in MADE:
+            raise UsageError(f"--model {args.model}", needs="--engine vllm beside it", got="none")
+        dims = MLADims.from_config(args.model, tensor_parallel=1 if args.tp is None else args.tp)
+    elif args.tp is not None:
         raise UsageError("--tp", needs="--model", got="none", hint="Without it the geometry is GLM-5.1's at TP=4.")
     options = OperatorOptions(
         lengths=LENGTHS if args.lengths is None else whole_numbers("--lengths", args.lengths),
@@ -123,10 +140,7 @@ def _engine(args: argparse.Namespace) -> Report:
     from ..verify.progress import Steps
 
     if args.model is None:
-        raise UsageError("--engine", needs="--model DIR, or --model tiny for a generated one", got="none")
-    for option, given in (("--all-rows", args.all_rows), ("--device", args.device != "cpu"), ("--tp", args.tp != 1)):
-        if given:
-            raise UsageError(option, needs="the operator target", got=f"--engine {args.engine}")
+        raise UsageError("--engine", needs="--model DIR, or --model tiny or retrieval for one made here", got="none")
     options = EngineOptions(
         model=args.model,
         supported=SUPPORTED,

@@ -21,6 +21,7 @@ _FIXES = {
     "select": f"Wrong tokens are selected: do not serve with this backend, ask for another with --backend. {_REPORT}",
     "attend": f"Outputs are wrong: do not serve with this backend, ask for another with --backend. {_REPORT}",
     "facts": "Read facts.verdicts; run `sparse-mla doctor` on the server's log, and report it with --report FILE.",
+    "recall": f"Facts are lost through sparse attention: the first check that fails names the stage. {_REPORT}",
     "control": "The comparison would not notice wrong selections on this model: use longer prompts or another model.",
 }
 
@@ -52,6 +53,8 @@ class Report:
     Attributes:
         proved, not_proved: what the checks that passed amount to, and what they leave open, in words.
         not_checked: targets that did not run, and why.
+        unanswered, skipped: checks that could not be made, and those that need not be; ``detail`` says why. JUnit alone
+            shows them, so that a run that was cut short is not green.
     """
 
     target: str
@@ -62,6 +65,8 @@ class Report:
     not_proved: tuple[str, ...]
     seconds: float
     not_checked: tuple[str, ...] = ()
+    unanswered: tuple[Check, ...] = ()
+    skipped: tuple[Check, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -104,20 +109,27 @@ class Report:
         }
 
     def to_junit(self) -> bytes:
-        """JUnit XML: a test case for each check."""
-        failed = sum(not check.ok for check in self.checks)
-        counts = {"tests": str(len(self.checks)), "failures": str(failed), "errors": "0", "skipped": "0"}
+        """JUnit XML: a test case for each check, made or not."""
+        results = [(check, "" if check.ok else "failure") for check in self.checks]
+        results += [(check, "error") for check in self.unanswered] + [(check, "skipped") for check in self.skipped]
+        kinds = [kind for _, kind in results]
+        counts = {
+            "tests": str(len(results)),
+            "failures": str(kinds.count("failure")),
+            "errors": str(kinds.count("error")),
+            "skipped": str(kinds.count("skipped")),
+        }
         root = ET.Element("testsuites", counts)
         suite = ET.SubElement(
             root, "testsuite", {"name": f"sparse-mla verify {self.target}", "time": f"{self.seconds:.1f}", **counts}
         )
-        for check in self.checks:
+        for check, kind in results:
             name = f"{check.case}: {check.what}"
             case = ET.SubElement(
                 suite, "testcase", {"classname": check.id, "name": name, "time": f"{check.seconds:.3f}"}
             )
-            if not check.ok:
-                ET.SubElement(case, "failure", {"message": check.detail}).text = check.detail
+            if kind:
+                ET.SubElement(case, kind, {"message": check.detail}).text = check.detail
         ET.indent(root)
         return bytes(ET.tostring(root, encoding="utf-8", xml_declaration=True))
 

@@ -222,7 +222,10 @@ def _key(variable: str) -> str:
 
 def _numbers(option: str, text: str, *, most: int) -> tuple[int, ...]:
     parts = [part.strip().replace("_", "") for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 1 << 32 for part in parts) or len(parts) > most:
+    if (
+        not all(part.isascii() and part.isdecimal() and 0 < int(part[:12]) < 1 << 32 for part in parts)
+        or len(parts) > most
+    ):
         raise UsageError(option, needs=f"1 to {most} positive whole numbers with commas between", got=repr(text))
     return tuple(int(part) for part in parts)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .style import Style
 
 _INTERRUPTED = 128 + signal.SIGINT
+_WHAT = "the answer holds exactly the planted values"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -237,6 +238,9 @@ def report(done: Run) -> Report:
     }
     cases = [_case(key, outcome) for key, outcome in done.book.outcomes.items()]
     proved, not_proved = _proved(done)
+    limits = [identity.limit for identity in done.identities]
+    unanswered = [_not_made(trial.probe, _unanswered(trial, limits[trial.probe.server])) for trial in done.unanswered]
+    left = [_not_made(probe, f"not asked ({done.stopped or 'a shorter prompt fails'})") for probe in _not_asked(done)]
     return Report(
         target="endpoint",
         facts=facts,
@@ -245,7 +249,18 @@ def report(done: Run) -> Report:
         proved=tuple(proved),
         not_proved=tuple(not_proved),
         seconds=done.seconds,
+        unanswered=(*unanswered, *(left if done.stopped else ())),
+        skipped=() if done.stopped else tuple(left),
     )
+
+
+def _not_asked(done: Run) -> list[Probe]:
+    asked = {trial.probe.key for trial in done.trials}
+    return [probe for probe in done.plan if probe.key not in asked]
+
+
+def _not_made(probe: Probe, why: str) -> Check:
+    return Check(id=f"endpoint.facts.{probe.state}", case=probe.title, what=_WHAT, ok=False, detail=why)
 
 
 def _check(trial: Trial) -> Check:
@@ -257,7 +272,7 @@ def _check(trial: Trial) -> Check:
     return Check(
         id=f"endpoint.facts.{trial.probe.state}",
         case=trial.probe.title,
-        what="the answer holds exactly the planted values",
+        what=_WHAT,
         ok=trial.ok,
         detail="" if trial.ok else f"{shown} recalled{extra}",
         seconds=sum(outcome.seconds for outcome in trial.outcomes),
@@ -327,9 +342,7 @@ def _proved(done: Run) -> tuple[list[str], list[str]]:
         if trial.answered and trial.outcomes[0].prompt_tokens != trial.probe.length
     ]
     not_proved += [_unanswered(trial, done.identities[trial.probe.server].limit) for trial in done.unanswered]
-    asked = {trial.probe.key for trial in done.trials}
-    left = [probe for probe in done.plan if probe.key not in asked]
-    if left:
+    if left := _not_asked(done):
         reason = done.stopped or "a shorter prompt fails"
         not_proved.append(f"{len(left)} probes, the first {left[0].title}: not asked ({reason})")
     return proved, not_proved
