@@ -8,14 +8,16 @@ import json
 import re
 import threading
 from bisect import bisect_left
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from local_http import serving
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 PAGE = 16
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
@@ -189,17 +191,6 @@ def _prompt_text(body: dict[str, Any]) -> str:
     return body["prompt"]
 
 
-@contextmanager
-def serve(script: Script) -> Iterator[str]:
+def serve(script: Script) -> AbstractContextManager[str]:
     """The server's URL."""
-    handler = type("Scripted", (Handler,), {"model": Model(script)})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return serving(type("Scripted", (Handler,), {"model": Model(script)}))
