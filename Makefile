@@ -22,7 +22,7 @@ test: setup
 	HF_HUB_OFFLINE=1 scripts/check
 
 matrix: setup
-	.venv/bin/python scripts/compile_matrix.py
+	.venv/bin/python scripts/compile_matrix.py --newest
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

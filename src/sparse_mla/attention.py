@@ -7,12 +7,15 @@ here is no choice left, only shape checks, scratch and the call.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .errors import CacheFormatError, ShapeError
+from .errors import CacheFormatError, KernelCompileError, ShapeError
+from .problem import Stage
+from .requirements import Reason
 from .shapes import DTYPE_NAMES, bind
 
 if TYPE_CHECKING:
@@ -37,13 +40,9 @@ class SparseMLA:
     """
 
     def __init__(self, plan: Plan, workspace: Workspace, device: torch.device | str = "cpu") -> None:
-        self.plan = plan
         self.device = torch.device(device)
         self._workspace = workspace
-        workspace.reserve(plan.scratch_bytes)
-        self._write: WriteKernel = _bind(plan.write.row, plan)
-        self._select: SelectKernel = _bind(plan.select.row, plan)
-        self._attend: AttendKernel = _bind(plan.attend.row, plan)
+        self._bind(plan)
         self.nan_rows = torch.zeros(1, dtype=torch.int32, device=self.device)
         dims = plan.problem.dims
         self._sizes = {
@@ -56,10 +55,43 @@ class SparseMLA:
         }
         self._out_dtype = getattr(torch, DTYPE_NAMES[plan.problem.dtype])
 
+    def _bind(self, plan: Plan) -> None:
+        self.plan = plan
+        self._workspace.reserve(plan.scratch_bytes)
+        self._write: WriteKernel = _kernel(plan.write.row, plan)
+        self._select: SelectKernel = _kernel(plan.select.row, plan)
+        self._attend: AttendKernel = _kernel(plan.attend.row, plan)
+
     def warm_up(self) -> None:
-        """Compile everything that a later call can need; required before graph capture."""
-        for kernel in (self._write, self._select, self._attend):
-            kernel.warm_up(self.device)
+        """Compile everything that a later call can need; required before graph capture.
+
+        Index queries are expected in the cache's encoding or the activations' dtype, and caches to begin at a multiple of
+        16 bytes with no gaps between blocks; others compile at their first use.
+
+        Where ``auto`` chose a backend whose kernel does not compile on this device, a RuntimeWarning says so, and the next
+        row of the table runs the stage: ``plan`` is then another one, with its scratch reserved.
+
+        Raises:
+            BackendRejectedError: a kernel does not compile, and its backend was asked for by name or is the last.
+        """
+        for stage in Stage:
+            while (fault := self._warm(stage)) is not None:
+                failed = self.plan.stages[stage].row.name
+                self._bind(self.plan.without(stage, fault))
+                text = f'backend "{failed}" cannot run stage "{stage}": {fault}'
+                warnings.warn(f"{text}; {self.plan.stages[stage].row.name} runs it", RuntimeWarning, stacklevel=2)
+
+    def _warm(self, stage: Stage) -> Reason | None:
+        kernels: dict[Stage, WriteKernel | SelectKernel | AttendKernel] = {
+            Stage.WRITE: self._write,
+            Stage.SELECT: self._select,
+            Stage.ATTEND: self._attend,
+        }
+        try:
+            kernels[stage].warm_up(self.device)
+        except KernelCompileError as error:
+            return Reason(what="kernel", needs=f"to compile on {self.plan.device.arch}", got=str(error.got))
+        return None
 
     def write_latent(self, kv_c: torch.Tensor, k_pe: torch.Tensor, view: CacheView, slots: torch.Tensor) -> None:
         """Write latent rows into the cache, in place.
@@ -190,6 +222,6 @@ def _reach(batch: BatchLayout, view: CacheView) -> int:
     return int(batch.block_table.shape[1]) * view.block_size
 
 
-def _bind(row: Row, plan: Plan) -> Any:
+def _kernel(row: Row, plan: Plan) -> Any:
     module, _, name = row.path.partition(":")
     return getattr(import_module(module), name)(plan.problem, plan.device)

@@ -61,6 +61,10 @@ class BackendRejectedError(SparseMLAError):
         super().__init__(f"{headline}:{lines}\n  {hint}" if self.reasons else f"{headline}. {hint}")
 
 
+class KernelCompileError(SparseMLAError):
+    """A kernel does not compile on this device; ``got`` holds the compiler's own words."""
+
+
 class NotCheckableError(SparseMLAError):
     """Nothing was proved either way: an engine is missing, memory is too small, an endpoint is down."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import envs
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .backends.base import Row
     from .device import Device
     from .problem import Problem
+    from .requirements import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,21 @@ class StagePlan:
     mode: str
     buffers: tuple[BufferSpec, ...]
     resolution: Resolution
+
+    @classmethod
+    def of(cls, resolution: Resolution, problem: Problem, budget_bytes: int) -> StagePlan:
+        """The chosen row with its scratch.
+
+        Raises:
+            BackendRejectedError: no row was chosen.
+        """
+        row, device = resolution.require(), resolution.device
+        return cls(
+            row=row,
+            mode=row.mode(problem, device),
+            buffers=row.scratch(problem, device, budget_bytes),
+            resolution=resolution,
+        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -40,6 +56,7 @@ class Plan:
 
     problem: Problem
     device: Device
+    budget_bytes: int
     write: StagePlan
     select: StagePlan
     attend: StagePlan
@@ -53,6 +70,16 @@ class Plan:
     def scratch_bytes(self) -> int:
         """Stages run one after the other and nothing lives between them, so they share one arena."""
         return max(stage.scratch_bytes for stage in self.stages.values())
+
+    def without(self, stage: Stage, reason: Reason) -> Plan:
+        """The plan in which the next row of the table runs ``stage``, because the chosen one turned out not to run.
+
+        Raises:
+            BackendRejectedError: the backend was asked for by name, or no other row can; every reason is listed.
+        """
+        resolution = self.stages[stage].resolution.without(reason)
+        stages = self.stages | {stage: StagePlan.of(resolution, self.problem, self.budget_bytes)}
+        return replace(self, write=stages[Stage.WRITE], select=stages[Stage.SELECT], attend=stages[Stage.ATTEND])
 
     def describe(self) -> dict[str, object]:
         """Which backend runs each stage, in which mode, and the effective index_topk: part of every result."""
@@ -95,17 +122,12 @@ def make_plan(
 
     def settle(stage: Stage) -> StagePlan:
         resolution = resolve(stage, problem, device, backend=wanted, rows=rows, installed=installed)
-        row = resolution.require()
-        return StagePlan(
-            row=row,
-            mode=row.mode(problem, device),
-            buffers=row.scratch(problem, device, budget),
-            resolution=resolution,
-        )
+        return StagePlan.of(resolution, problem, budget)
 
     return Plan(
         problem=problem,
         device=device,
+        budget_bytes=budget,
         write=settle(Stage.WRITE),
         select=settle(Stage.SELECT),
         attend=settle(Stage.ATTEND),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,14 @@ class Resolution:
     device: Device
     verdicts: tuple[Verdict, ...]
     chosen: Row | None
+
+    def without(self, reason: Reason) -> Resolution:
+        """The answer once ``reason`` speaks against the chosen row, too."""
+        verdicts = tuple(
+            replace(verdict, reasons=(*verdict.reasons, reason)) if verdict.row is self.chosen else verdict
+            for verdict in self.verdicts
+        )
+        return replace(self, verdicts=verdicts, chosen=_first(verdicts))
 
     def require(self) -> Row:
         """The chosen row.
@@ -95,5 +103,8 @@ def resolve(
         )
         for row in candidates
     )
-    chosen = next((verdict.row for verdict in verdicts if not verdict.reasons), None)
-    return Resolution(stage=stage, requested=backend, device=device, verdicts=verdicts, chosen=chosen)
+    return Resolution(stage=stage, requested=backend, device=device, verdicts=verdicts, chosen=_first(verdicts))
+
+
+def _first(verdicts: tuple[Verdict, ...]) -> Row | None:
+    return next((verdict.row for verdict in verdicts if not verdict.reasons), None)

@@ -13,6 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import TritonError
 
 from sparse_mla.backends.triton import launch
 
@@ -49,6 +51,10 @@ class Launch:
         return self.kernel.fn.__name__
 
 
+class CannotCompileError(Exception):
+    """A kernel that Triton cannot compile for an architecture; the compiler's own words."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a compiled kernel takes: bytes of shared memory (LDS) of a program, registers of a thread, spilled bytes."""
@@ -83,7 +89,11 @@ def _type(arg: Any) -> str:
 
 
 def compile_for(wanted: Launch, device: Device) -> Resources:
-    """Compile through Triton's own target for ``device.arch`` and read the object."""
+    """Compile through Triton's own target for ``device.arch`` and read the object.
+
+    Raises:
+        CannotCompileError: it does not compile.
+    """
     names = wanted.kernel.arg_names
     constants = dict(wanted.constants)
     signature = dict(zip(names, wanted.signature, strict=False)) | dict.fromkeys(constants, "constexpr")
@@ -94,7 +104,10 @@ def compile_for(wanted: Launch, device: Device) -> Resources:
         if known and not parameter.do_not_specialize_on_alignment
     }
     source = ASTSource(wanted.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    compiled = triton.compile(source, target=target_of(device), options=dict(wanted.options))
+    try:
+        compiled = triton.compile(source, target=target_of(device), options=dict(wanted.options))
+    except (CompilationError, TritonError, RuntimeError) as error:
+        raise CannotCompileError(str(error)[-400:]) from error
     if device.kind == "rocm":
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)

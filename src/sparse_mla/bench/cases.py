@@ -84,9 +84,9 @@ class Prepared:
             deterministic=strict,
         )
         self.shape, self.dims, self.where = shape, dims, where
-        self.plan: Plan = make_plan(problem, facts, backend=backend)
-        self.operator = SparseMLA(self.plan, Workspace(where), where)
+        self.operator = SparseMLA(make_plan(problem, facts, backend=backend), Workspace(where), where)
         self.operator.warm_up()
+        self.plan: Plan = self.operator.plan
         torch.manual_seed(0)
         blocks = -(-shape.context // geometry.block_size)
         table = torch.randperm(shape.requests * blocks, device=where).view(shape.requests, blocks).to(torch.int32)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from ...errors import KernelCompileError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,6 +16,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which knows no assembly."""
 
 
+_FAILED = "PassManager::run failed"
 _ROCM = torch.version.hip is not None
 
 
@@ -27,7 +30,19 @@ def arguments(args: tuple[Any, ...], rocm: bool) -> tuple[Any, ...]:
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    kernel[grid](*arguments(args, _ROCM), **options)
+    try:
+        kernel[grid](*arguments(args, _ROCM), **options)
+    except (triton.TritonError, RuntimeError) as error:
+        if isinstance(error, triton.TritonError) or _FAILED in str(error):
+            raise KernelCompileError(
+                kernel.fn.__name__, needs="a device for which it compiles", got=_last(error)
+            ) from error
+        raise
+
+
+def _last(error: Exception) -> str:
+    """The end of a compiler's message, on one line: what went wrong stands there."""
+    return " ".join(str(error).split())[-200:]
 
 
 start: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] = _start

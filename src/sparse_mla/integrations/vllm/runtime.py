@@ -31,7 +31,7 @@ class Runtime:
         self.attention.warm_up()
         workspace.fill(0)  # touched now, so that the engine's memory accounting sees it before it sizes the cache
         workspace.lock()
-        self.plan = plan
+        self.plan = self.attention.plan  # another one where a kernel did not compile
         self._proved = False
 
     @classmethod
