@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from . import seams, trace
 from .engine_plan import plan_for
 from .indexer import adopt
-from .layer_seams import attention_bases
+from .layer_seams import attention_bases, draw_once_read
 from .runtime import Runtime, require_schedule
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class SparseMLAImpl(_BASE):
         self._format = plan.problem.latent
         self._indexer, self._buffer = indexer, topk_indices_buffer
         self._layer_names = seams.layer_names()
+        if plan.device.kind == "cpu":
+            draw_once_read()
         if indexer is not None:
             adopt(indexer, self._runtime)
 

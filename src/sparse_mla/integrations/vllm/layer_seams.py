@@ -241,6 +241,53 @@ def step_of(common: Any) -> Step:
 
 @seam(
     checked=CHECKED,
+    ends="a prompt with a seed survives chunked prefill on vLLM's CPU platform",
+    demands=(
+        Demand(
+            file="v1/worker/gpu_model_runner.py",
+            name="GPUModelRunner.sample_tokens",
+            accepts=("grammar_output",),
+            mentions=("self._sample", "self._bookkeeping_sync"),
+        ),
+        Demand(
+            file="v1/worker/gpu_model_runner.py",
+            name="GPUModelRunner._bookkeeping_sync",
+            mentions=("self.discard_request_mask.np", "self.input_batch.generators.get", "self.input_batch.num_reqs"),
+        ),
+        Demand(
+            file="v1/worker/gpu_input_batch.py",
+            name="InputBatch._make_sampling_metadata",
+            mentions=("generators=", "self.generators"),
+        ),
+    ),
+)
+def draw_once_read() -> None:
+    """Let a request with a seed draw nothing while its prompt is still being read.
+
+    vLLM draws a token in every step, throws it away until the prompt is whole, and winds the generator back; torch's
+    generators on a CPU cannot be wound back, so the first such prompt that takes two steps would end the engine.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    native = GPUModelRunner.sample_tokens
+    if not first_time("sample_tokens"):
+        return
+
+    @functools.wraps(native)
+    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        held = {row: generators.pop(row) for row in unread if row in generators}
+        try:
+            return native(runner, *args, **kwargs)
+        finally:
+            generators.update(held)
+
+    GPUModelRunner.sample_tokens = sample_tokens
+
+
+@seam(
+    checked=CHECKED,
     ends="never: operators that a compiler must not look into are registered",
     demands=(
         Demand(
