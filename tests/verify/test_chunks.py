@@ -99,6 +99,13 @@ def test_short_prompts_are_looked_at_in_full(total_length):
     assert rows.complete
 
 
+def test_where_boundaries_leave_no_row_to_draw_all_are_looked_at():
+    """Chunks of 16 tokens: every token lies within 8 of a boundary."""
+    rows = rows_of(chunk_plans(700, 0, (16,), seed=0, strict=True), sampled=100)
+    assert rows.query == tuple(range(700))
+    assert rows.complete
+
+
 def test_seed_changes_what_is_drawn_and_nothing_else_does():
     plans = chunk_plans(20_000, 4, SIZES, seed=0, strict=True)
     assert rows_of(plans) == rows_of(plans)

@@ -116,15 +116,22 @@ class Case:
     """
 
     def __init__(
-        self, dims: MLADims, index: CacheFormat, latents: Mapping[str, CacheFormat], inputs: Inputs, rows: Rows
+        self,
+        dims: MLADims,
+        index: CacheFormat,
+        latents: Mapping[str, CacheFormat],
+        inputs: Inputs,
+        rows: Rows,
+        *,
+        block_stride: int = 0,
     ) -> None:
         self.dims, self.inputs, self.rows = dims, inputs, rows
         self.total = int(inputs.kv_c.shape[0])
         self.device = inputs.kv_c.device
         self._lens = (self.total, min(NEIGHBOUR, self.total))
         num_blocks = scattered_blocks(self._lens, BLOCK_SIZE, seed=0, spare=_SPARE)[1]
-        self.index = _cache(index, num_blocks, self.device)
-        self.latents = {name: _cache(kind, num_blocks, self.device) for name, kind in latents.items()}
+        self.index = _cache(index, num_blocks, block_stride, self.device)
+        self.latents = {name: _cache(kind, num_blocks, block_stride, self.device) for name, kind in latents.items()}
         self.table = torch.empty(0)
         self._keep = frozenset(rows.reference)
 
@@ -140,7 +147,8 @@ class Case:
         table, _ = scattered_blocks(self._lens, BLOCK_SIZE, seed=seed, spare=_SPARE)
         self.table = table.to(self.device)
         for view in (self.index, *self.latents.values()):
-            view.storage.fill_(POISON)
+            for field in view.format.fields:  # memory between the blocks is never touched
+                view.field(field.name).view(torch.uint8).fill_(POISON)
         traces = {stage: Trace(self._keep) for stage, verb in self.stages.items() if verb != "write"}
         lane.workspace.fill(POISON)
         before, lanes, lens_seen = lane.nan_rows, [], []
@@ -213,8 +221,9 @@ class Case:
         return any(bool((field[free] != POISON).any()) for field in fields)
 
 
-def _cache(kind: CacheFormat, num_blocks: int, device: torch.device) -> CacheView:
-    stride = BLOCK_SIZE * kind.row_bytes
+def _cache(kind: CacheFormat, num_blocks: int, block_stride: int, device: torch.device) -> CacheView:
+    size = BLOCK_SIZE * kind.row_bytes
+    stride = max(1, block_stride // size) * size
     storage = torch.empty(num_blocks * stride, dtype=torch.uint8, device=device)
     return CacheView(
         storage=storage, format=kind, block_size=BLOCK_SIZE, block_stride_bytes=stride, num_blocks=num_blocks

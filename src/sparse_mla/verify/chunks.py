@@ -154,9 +154,9 @@ def query_rows(
 
 
 def _draw(source: random.Random, total: int, taken: set[int], count: int) -> list[int]:
-    """``count`` positions outside ``taken`` without listing all of them."""
+    """``count`` positions outside ``taken``, or all that are left, without listing all of them."""
     drawn: set[int] = set()
-    while len(drawn) < count:
+    while len(drawn) < min(count, total - len(taken)):
         row = source.randrange(total)
         if row not in taken:
             drawn.add(row)

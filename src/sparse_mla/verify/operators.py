@@ -52,6 +52,7 @@ class OperatorOptions:
         complete: look at every query row instead of boundary and drawn ones.
         pages, sampled, referenced: see ``chunks.query_rows``.
         exact_kinds: kinds of inputs whose indices must equal the reference's; run at the first length.
+        block_stride: bytes from one block of a cache to the next, rounded down to whole blocks; 0: side by side.
     """
 
     lengths: Sequence[int] = LENGTHS
@@ -65,6 +66,7 @@ class OperatorOptions:
     sampled: int = 256
     referenced: int = 12
     exact_kinds: Sequence[str] = ("integer", "tied")
+    block_stride: int = 0
 
 
 def quick(options: OperatorOptions) -> OperatorOptions:
@@ -177,7 +179,8 @@ class Operators:
         with steps.step(f"{name}: inputs"):
             inputs = Inputs.of(prompt, rows, self.index, self.device)
             latents = self.latents if kind == "normal" else {}  # the other kinds differ in their index keys alone
-            case = Case(self.options.dims, self.index, latents, inputs, rows)
+            stride = self.options.block_stride
+            case = Case(self.options.dims, self.index, latents, inputs, rows, block_stride=stride)
         runs, writes = [], {}
         for number, plan in enumerate(plans):
             with steps.step(f"{name}: {plan.name} ({len(plan.ends)} calls)"):
