@@ -27,11 +27,11 @@ _NAMES = re.compile(r"Names: ([\w, ]+)\nCodes:")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule knows of a request: tokens, how many came from the cache, requests running at the same time."""
+    """What a rule knows of a request: tokens, how many came from the cache, whether others ran at the same time."""
 
     tokens: int
     cached: int
-    running: int
+    together: bool
     chunk: int
 
     @property
@@ -41,7 +41,10 @@ class Seen:
 
 @dataclass
 class Script:
-    """How the server behaves. ``lose(seen, position)`` says whether a fact is lost; ``refuse`` may answer instead."""
+    """How the server behaves. ``lose(seen, position)`` says whether a fact is lost; ``refuse`` may answer instead.
+
+    ``patience``: seconds that a request waits for company, so that requests sent together run together.
+    """
 
     lose: Callable[[Seen, int], bool] = lambda _seen, _position: False
     refuse: Callable[[str, dict[str, Any], int], tuple[int, bytes] | None] = lambda _path, _body, _number: None
@@ -52,6 +55,7 @@ class Script:
     extras: bool = True
     counts: bool = True
     tells_cached: bool = True
+    patience: float = 0.02
     thinks: bool = False
     split_digits: bool = False
     jitter: Callable[[int], float] = lambda _number: 0.0
@@ -64,7 +68,7 @@ class Model:
         self.script = script
         self.pieces: dict[int, str] = {}
         self.seen: list[list[int]] = []
-        self.running = 0
+        self.waiting: list[threading.Event] = []
         self.lock = threading.Lock()
 
     def tokenize(self, text: str) -> list[int]:
@@ -81,15 +85,19 @@ class Model:
         return "".join(self.pieces[token] for token in ids)
 
     def answer(self, ids: list[int], *, answering: bool) -> tuple[str, int]:
+        company = threading.Event()
         with self.lock:
-            self.running += 1
+            self.waiting.append(company)
+            if len(self.waiting) > 1:
+                for one in self.waiting:
+                    one.set()
             cached = max((_common(ids, known) for known in self.seen), default=0)
             cached = min(cached, len(ids) - 1) // PAGE * PAGE
             self.seen.append(ids)
-        threading.Event().wait(0.02)  # so that requests sent together run together
+        together = company.wait(self.script.patience)
         with self.lock:
-            seen = Seen(len(ids), cached, self.running, self.script.chunk)
-            self.running -= 1
+            self.waiting.remove(company)
+        seen = Seen(len(ids), cached, together, self.script.chunk)
         if not answering:
             return "", cached
         text = self.text(ids)

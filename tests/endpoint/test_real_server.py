@@ -34,7 +34,7 @@ OTHER_CHUNK = 384
 INDEX_TOPK = 64
 LENGTH = 700  # three chunks, and eleven times index_topk
 LONGER = 900  # three chunks of the other server
-FACTS = 6  # in a prompt: each is asked for in a request of its own
+FACTS = 4  # in a prompt: each is asked for in a request of its own
 CLIENTS_OWN = {"return_token_ids", "chat_template_kwargs"}  # of vLLM, not of OpenAI
 
 
