@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .verdicts import Edge
 
 BINS = 10
+LEGEND = "■ all recalled, ▣ some, □ none, · no fact planted there; same answer: a prompt that was asked again"
 _ALL, _SOME, _NONE, _EMPTY = "■", "▣", "□", "·"
 _CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 240, 64, 90
 _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
@@ -22,13 +24,18 @@ _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66cce
 class Row:
     """One answered probe. ``bins[i]`` is (recalled, planted) of the facts in the i-th tenth of the prompt.
 
-    ``group`` numbers the different answers to the same prompt, so that equal prompts with unequal numbers show.
+    ``group`` numbers the different answers to a prompt that was asked more than once; None for any other prompt.
     """
 
     name: str
     length: int
     bins: tuple[tuple[int, int], ...]
-    group: int
+    group: int | None
+
+    @property
+    def letter(self) -> str:
+        """A, B, ... of its answer among those to the same prompt; empty where there is none to compare with."""
+        return "" if self.group is None else chr(ord("A") + self.group % 26)
 
     def marks(self) -> str:
         """One sign for each tenth of the prompt."""
@@ -41,6 +48,7 @@ class Row:
 def rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
     """Answered probes by length; unanswered ones have no row."""
     answers: dict[str, list[str]] = {}
+    asked = Counter(outcome.prompt_sha256 for outcome in outcomes.values() if outcome.answered)
     made = []
     for key, outcome in outcomes.items():
         if not outcome.answered:
@@ -48,7 +56,7 @@ def rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
         known = answers.setdefault(outcome.prompt_sha256, [])
         if outcome.token_sha256 not in known:
             known.append(outcome.token_sha256)
-        group = known.index(outcome.token_sha256)
+        group = known.index(outcome.token_sha256) if asked[outcome.prompt_sha256] > 1 else None
         made.append(Row(name=name(key), length=outcome.prompt_tokens, bins=_bins(outcome), group=group))
     return sorted(made, key=lambda row: row.length)
 
@@ -77,7 +85,8 @@ def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(12, 22, title, size=15),
-        _text(_LEFT + BINS * _CELL + 14, _TOP - 8, "answer"),
+        _text(_LEFT + BINS * _CELL + 14, _TOP - 8, "same answer"),
+        _text(12, _TOP - 8, "prompt tokens, state"),
     ]
     drawn += [_text(_LEFT + tenth * _CELL, _TOP - 8, f"{tenth * 10} %") for tenth in range(BINS)]
     for number, row in enumerate(made):
@@ -90,9 +99,9 @@ def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -
         )
     marks = f"; ticks: chunks of {chunk:,} tokens" if chunk else ""
     notes = (
-        "depth of the fact in the prompt; blue: recalled, red: lost, white: no fact there",
+        "across: depth of the fact in the prompt; blue: recalled, red: lost, white: no fact planted there",
         f"{f'dashed: the failure begins {edge}' if edge else 'no failing length was found'}{marks}",
-        "answers to the same prompt of two letters are not reproducible, which is no fault by itself",
+        "same answer: a prompt that was asked again; another letter and colour: another answer, no fault by itself",
     )
     foot = _TOP + len(made) * _ROW + 24
     drawn += [_text(12, foot + 18 * number, note) for number, note in enumerate(notes)]
@@ -110,9 +119,11 @@ def _row(row: Row, y: int, chunk: int | None) -> Iterable[str]:
     for boundary in range(chunk, row.length, chunk) if chunk else ():
         x = _LEFT + BINS * _CELL * boundary / row.length
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + _ROW - 3}" stroke="black" stroke-width="1"/>'
+    if row.group is None:
+        return
     colour = _GROUP_COLOURS[row.group % len(_GROUP_COLOURS)]
     yield f'<rect x="{_LEFT + BINS * _CELL + 14}" y="{y}" width="{_ROW - 3}" height="{_ROW - 3}" fill="{colour}"/>'
-    yield _text(_LEFT + BINS * _CELL + 40, y + 15, chr(ord("A") + row.group % 26))
+    yield _text(_LEFT + BINS * _CELL + 40, y + 15, row.letter)
 
 
 def _colour(share: float) -> str:

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = "sparse-mla/endpoint-run/1"
+STATES = {
+    "cold": "new prompts",
+    "repeat": "the same prompts again",
+    "prefix": "behind a shared first half",
+    "concurrent": "among other requests",
+    "beside": "those other requests",
+}
+"""What a sweep asks, in words for people."""
 _MAX_FILE_BYTES = 256 << 20
 _SETTINGS: dict[str, type | tuple[type, ...]] = {
     "seed": int,

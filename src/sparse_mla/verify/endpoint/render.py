@@ -13,7 +13,7 @@ from rich.text import Text
 from ... import __version__
 from ...errors import UsageError
 from ..report import write_whole
-from .heatmap import rows, svg
+from .heatmap import LEGEND, rows, svg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +55,7 @@ def show(done: Run, report: Report) -> None:
     elif done.options.format == "human":
         out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         out.print(_table(done))
+        out.print(LEGEND, markup=False, soft_wrap=True)
         for line in _lines(done, report):
             out.print(line, markup=False, soft_wrap=True)
 
@@ -86,13 +87,12 @@ def _table(done: Run) -> Table:
         ("state", "left"),
         ("depth", "left"),
         ("facts", "right"),
-        ("answer", "left"),
+        ("same answer", "left"),
     ):
         drawn.add_column(column, justify=justify)  # type: ignore[arg-type]
     for row in rows(done.book.outcomes):
         found, planted = (sum(bins) for bins in zip(*row.bins, strict=True))
-        answer = chr(ord("A") + row.group % 26)
-        drawn.add_row(*map(Text, (f"{row.length:,}", row.name, row.marks(), f"{found}/{planted}", answer)))
+        drawn.add_row(*map(Text, (f"{row.length:,}", row.name, row.marks(), f"{found}/{planted}", row.letter)))
     return drawn
 
 
@@ -146,11 +146,11 @@ def markdown(done: Run, report: Report) -> Iterator[str]:
             f"* server {number + 1}: `{str(server['model']).replace('`', '')}`, version {server['version'] or 'not told'}, context {limit}, "
             f"asked as {server['mode']}{told}"
         )
-    yield from ("", "| tokens | state | depth, first to last tenth | facts | answer |", "|--:|---|---|--:|---|")
+    yield from ("", "| tokens | state | depth, first to last tenth | facts | same answer |", "|--:|---|---|--:|---|")
     for row in rows(done.book.outcomes):
         found, planted = (sum(bins) for bins in zip(*row.bins, strict=True))
-        yield f"| {row.length:,} | {row.name} | {row.marks()} | {found}/{planted} | {chr(ord('A') + row.group % 26)} |"
-    yield ""
+        yield f"| {row.length:,} | {row.name} | {row.marks()} | {found}/{planted} | {row.letter} |"
+    yield from ("", LEGEND, "")
     yield from (f"    {line}" for line in _lines(done, report))
     if done.options.with_text:
         for key, outcome in done.book.outcomes.items():

@@ -16,7 +16,7 @@ from .compare import SAME_PROMPTS, Difference, check_same, differences, first_di
 from .connect import Connector
 from .localise import Localiser
 from .options import as_saved, new_seed, parse
-from .outcome import Book, StoppedError, read_book
+from .outcome import STATES, Book, StoppedError, read_book
 from .progress import Progress
 from .session import Ledger, Session, is_refused, other_lengths
 from .sweep import ATTEMPTS, Trial, again, lengths_to_ask, planned, trial_of, try_out
@@ -325,8 +325,9 @@ def _proved(done: Run) -> tuple[list[str], list[str]]:
     good = [trial for trial in done.trials if trial.ok]
     proved = []
     for state in dict.fromkeys(trial.probe.state for trial in good):
-        lengths = ", ".join(f"{trial.outcomes[0].prompt_tokens:,}" for trial in good if trial.probe.state == state)
-        proved.append(f"{state}: every planted fact recalled at {lengths} tokens")
+        lengths = sorted({trial.outcomes[0].prompt_tokens for trial in good if trial.probe.state == state})
+        shown = ", ".join(f"{length:,}" for length in lengths)
+        proved.append(f"{state} ({STATES[state]}): every planted fact recalled at {shown} tokens")
     not_proved = ["that the sparse path ran, and at which index_topk: a black box does not show it"]
     answered = [outcome for trial in done.trials for outcome in trial.outcomes if outcome.answered]
     if not all(outcome.counted for outcome in answered):
