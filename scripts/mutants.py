@@ -1,0 +1,258 @@
+"""Mutants of ``eager`` and of the vLLM integration: small automatic changes of their source, each of which a check of the
+gate must notice. Prints one JSON line a mutant; the list that was committed stands in docs/self-test.md.
+
+A general mutation tester would start a new interpreter and load torch for every mutant. Here a mutant is a fork of a
+process that has torch loaded and none of our code: an import hook hands it one changed module, and the cheapest checks
+that can see a fault run first. A time limit counts as noticed.
+
+    python scripts/mutants.py --count 230 --out mutants.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "sparse_mla"
+EAGER = "backends.eager.attend", "backends.eager.gather", "backends.eager.scratch", "backends.eager.select"
+VLLM = "impl", "indexer", "metadata", "layer_seams", "runtime", "layout", "selection", "engine_plan"
+TARGETS = {
+    "eager": (*EAGER, "backends.eager.write"),
+    "vllm": tuple(f"integrations.vllm.{name}" for name in VLLM),
+}
+UNIT = {
+    "eager": ("tests/golden", "tests/unit/test_attention.py", "tests/unit/test_testing.py"),
+    "vllm": tuple(
+        f"tests/integrations/vllm/test_{name}.py" for name in ("layer", "layout", "runtime", "selection", "trace")
+    ),
+}
+SLOW = ("C4-sized", "C4-model", "C7-envelope", "C11-reference")
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift,
+}  # fmt: skip
+NAMES = {
+    "min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax", "maximum": "minimum",
+    "zeros": "ones", "zero_": "abs_", "cumsum": "flip", "exp": "exp2", "log": "log2", "relu_": "abs_",
+}  # fmt: skip
+Change = tuple[str, ast.AST, str, object]
+"""What is changed, in words, and the node, its field and the new value."""
+
+
+def changes(tree: ast.Module) -> Iterator[Change]:
+    """Every change that could be made, in the order of the source; type hints, decorators and docstrings are left out."""
+    stack: list[ast.AST] = list(reversed(tree.body))
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield from of_node(node)
+        skipped = {"annotation", "returns", "decorator_list", "bases"}
+        children = [child for name, child in ast.iter_fields(node) if name not in skipped]
+        flat = [item for child in children for item in (child if isinstance(child, list) else [child])]
+        stack += [item for item in reversed(flat) if isinstance(item, ast.AST)]
+
+
+def of_node(node: ast.AST) -> Iterator[Change]:
+    """The changes of one node."""
+    text = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt) else ""
+    if isinstance(node, ast.Compare):
+        for place, kind in enumerate(node.ops):
+            swapped = [*node.ops[:place], SWAPS[type(kind)](), *node.ops[place + 1 :]]
+            yield f"other comparison in `{text}`", node, "ops", swapped
+    if isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in SWAPS:
+        yield f"other operator in `{text}`", node, "op", SWAPS[type(node.op)]()
+    if isinstance(node, ast.UnaryOp):
+        undone = ast.UnaryOp(node.op, node.operand)  # twice is not at all
+        yield f"`{text}` without its sign", node, "operand", undone
+    if isinstance(node, ast.Constant):
+        yield from of_constant(node)
+    if isinstance(node, ast.If | ast.IfExp):
+        yield f"condition negated: `{ast.unparse(node.test)}`", node, "test", ast.UnaryOp(ast.Not(), node.test)
+    if isinstance(node, ast.Slice):
+        for bound in ("lower", "upper"):
+            if getattr(node, bound) is not None:
+                yield f"slice `{text}` without its {bound} bound", node, bound, None
+    if isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[0], ast.Starred):
+        yield f"arguments swapped: `{text}`", node, "args", [node.args[1], node.args[0], *node.args[2:]]
+    if isinstance(node, ast.Name | ast.Attribute):
+        field = "id" if isinstance(node, ast.Name) else "attr"
+        if getattr(node, field) in NAMES and isinstance(node.ctx, ast.Load):
+            yield f"`{text}` -> {NAMES[getattr(node, field)]}", node, field, NAMES[getattr(node, field)]
+    for field in ("body", "orelse"):
+        for place, statement in enumerate(getattr(node, field, []) if isinstance(node, ast.stmt) else []):
+            if droppable(statement):
+                rest = [*getattr(node, field)[:place], ast.Pass(), *getattr(node, field)[place + 1 :]]
+                yield f"dropped: `{ast.unparse(statement)}`", node, field, rest
+
+
+def of_constant(node: ast.Constant) -> Iterator[Change]:
+    """Numbers one off or doubled, truth values flipped; text is left alone."""
+    value = node.value
+    if isinstance(value, bool):
+        yield f"{value} -> {not value}", node, "value", not value
+    elif isinstance(value, int):
+        for other in (value + 1, value - 1):
+            yield f"{value} -> {other}", node, "value", other
+    elif isinstance(value, float):
+        yield f"{value} -> {value * 2 + 1}", node, "value", value * 2 + 1
+
+
+def droppable(statement: ast.stmt) -> bool:
+    """Whether a statement acts without giving a name to anything: else its loss would be a NameError, which anyone sees."""
+    if isinstance(statement, ast.Assign):
+        return all(isinstance(target, ast.Attribute | ast.Subscript) for target in statement.targets)
+    called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return called or isinstance(statement, ast.AugAssign | ast.Continue | ast.Return | ast.Raise)
+
+
+def mutated(module: str, number: int) -> tuple[ast.Module, str, int]:
+    """The module's tree with its change ``number``, what that is, and its line."""
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    what, node, field, value = list(changes(tree))[number]
+    line = getattr(node, "lineno", 0)
+    if field in {"body", "orelse"} and isinstance(value, list):
+        old = getattr(node, field)
+        line = next(was.lineno for was, new in zip(old, value, strict=True) if was is not new)
+    setattr(node, field, value)
+    return ast.fix_missing_locations(tree), what, line
+
+
+class Changed(importlib.machinery.SourceFileLoader):
+    """Loads one module from a changed tree."""
+
+    tree: ast.Module
+
+    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+        del fullname
+        return compile(self.tree, self.path, "exec")
+
+
+class Finder:
+    """Hands out the changed module, and leaves all others to Python."""
+
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self.name, self.tree = f"sparse_mla.{module}", tree
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> object:
+        del path, target
+        if fullname != self.name:
+            return None
+        loader = Changed(fullname, str(PACKAGE / f"{fullname.partition('.')[2].replace('.', '/')}.py"))
+        loader.tree = self.tree
+        return importlib.util.spec_from_loader(fullname, loader)
+
+
+def noticed(target: str, where: int) -> None:
+    """In the fork: run checks until one notices, and write which to the pipe."""
+    import pytest
+
+    try:
+        if target == "eager":
+            conformance(where)
+        for path in UNIT[target]:
+            if pytest.main(["-xq", "-p", "no:cacheprovider", str(ROOT / path)]) != 0:
+                os.write(where, f"{path}\n".encode())
+                return
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the mutant was noticed)
+        place = traceback.extract_tb(error.__traceback__)
+        case = next((frame.name for frame in reversed(place) if "testing" in frame.filename), "import")
+        os.write(where, f"{type(error).__name__} in {case}\n".encode())
+
+
+def conformance(where: int) -> None:
+    """The cases of the conformance suite, the cheap ones first."""
+    from sparse_mla.errors import BackendRejectedError
+    from sparse_mla.testing.candidates import from_table
+    from sparse_mla.testing.conformance.parameters import CASES
+
+    candidate = from_table("eager")
+    cases = [case for case in CASES if case.tag == "ci" and not str(case).startswith(SLOW)]
+    for case in sorted(cases, key=lambda case: (case.clause not in {"C2", "C3", "C5"}, case.clause == "C7")):
+        try:
+            case.run(candidate)
+        except BackendRejectedError:
+            continue
+        except BaseException:
+            os.write(where, f"{case}: ".encode())
+            raise
+
+
+def judge(target: str, module: str, number: int, limit: float) -> dict[str, object]:
+    """Fork, change, check: which check noticed, or ``survived``."""
+    tree, what, line = mutated(module, number)
+    began, (reading, writing) = time.monotonic(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        sys.meta_path.insert(0, Finder(module, tree))  # type: ignore[arg-type]
+        noticed(target, writing)
+        os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], limit)
+    by = os.read(reading, 4096).decode().strip() if ready else "time limit"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading)
+    seconds = round(time.monotonic() - began, 1)
+    source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()[line - 1].strip()
+    found = {"module": module, "line": line, "what": what, "source": source}
+    return {**found, "by": by or "survived", "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=230, help="mutants in all; drawn from the seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=tuple(TARGETS), help="one of the two targets")
+    parser.add_argument("--again", type=Path, help="only the survivors of this earlier result")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one mutant")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    every = [
+        (target, module, number)
+        for target, modules in TARGETS.items()
+        for module in modules
+        for number in range(len(list(changes(ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())))))
+    ]
+    drawn = sorted(random.Random(options.seed).sample(every, min(options.count, len(every))))
+    wanted = [mutant for mutant in drawn if options.only in {None, mutant[0]}]
+    if options.again is not None:
+        earlier = map(json.loads, options.again.read_text().splitlines())
+        left = {(item["module"], item["line"], item["what"]) for item in earlier if item["by"] == "survived"}
+        wanted = [item for item in wanted if (item[1], *reversed(mutated(item[1], item[2])[1:])) in left]
+    print(f"{len(wanted)} of {len(every)} possible mutants", file=sys.stderr)
+    counts: Counter[str] = Counter()
+    with options.out.open("w", encoding="utf-8") as out:
+        for mutant in wanted:
+            result = judge(*mutant, limit=options.limit)
+            counts["survived" if result["by"] == "survived" else "noticed"] += 1
+            out.write(json.dumps(result) + "\n")
+            out.flush()
+    print(dict(counts), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
