@@ -194,8 +194,10 @@ def _number_lines(hit: Hit) -> list[str]:
 
 
 def _selector_lines(defect: Defect, chosen: Selection | None) -> list[str]:
-    if defect.id != _NO_BACKEND or chosen is None:
+    if defect.id != _NO_BACKEND:
         return []
+    if chosen is None:
+        return ["the message is cut before its reasons: a dtype, cache dtype or block size may be all that blocks"]
     dense = sum(candidate.dense for candidate in chosen.candidates)
     if not chosen.nearest:
         return [f"{dense} dense backends answered 'sparse not supported' (no fault); the engine tried no sparse one"]

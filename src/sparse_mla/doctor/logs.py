@@ -29,18 +29,26 @@ _EXCERPT_CHARS = 300
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_ERROR = re.compile(r"(?:Error|Exception)\b|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b")
+_ERROR = re.compile(
+    r"\b[\w.]{0,80}(?:Error|Exception)\b|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b"
+    r"|\bWatchdog caught\b|\bSegmentation fault\b|\bBus error\b|\bKilled process\b|\bOOMKilled\b"
+)
 _QUIET_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING")
 _MORE = tuple(
     f"validation error{plural} for {name}Config"
     for plural in ("", "s")
     for name in ("Vllm", "Model", "Cache", "Attention")
 )
-_ERROR_WORDS = ("Error", "Exception", "fatal error", "core dumped", "Memory access fault")
+_ERROR_WORDS = (
+    *("Error", "Exception", "fatal error", "core dumped", "Memory access fault"),
+    *("Watchdog caught", "Segmentation fault", "Bus error", "Killed process", "OOMKilled"),
+)
+_LOUD_LEVELS = ("ERROR", "CRITICAL", "FATAL")
 _BREAKS = re.compile(r"\r\n|\n|\r")
 _PREFIX = re.compile(
     r"(?:"
     r"\((?P<worker>[A-Za-z]\w{0,63}\s{1,4}pid=\d{1,10})(?:,\s?ip=[\d.]{7,15})?\)\s{0,4}"
+    r"|\[\d{4}-\d\d-\d\d[ T][\d:.,]{8,16}(?P<ranks>(?:\s[A-Z]{2}\d{1,5}){0,4})\]\s"
     r"|(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s\d\d-\d\d\s\d\d:\d\d:\d\d\s{1,4}(?:\[[^\]\n]{1,120}\]\s{0,4})?"
     r"|\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{5,32}\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
     r"|[A-Z][a-z]{2}\s[ \d]\d\s\d\d:\d\d:\d\d\s[\w.-]{1,64}\s[\w./-]{1,64}\[\d{1,10}\]:\s"
@@ -120,7 +128,7 @@ class Hit:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogReport:
     """What one pass over a log found. ``facts`` are settings that the engine printed; ``first_error`` is the first line
-    that speaks of one ("" when none does).
+    that names one, else the first at level ERROR or above ("" when there is neither).
     """
 
     hits: tuple[Hit, ...]
@@ -239,10 +247,15 @@ class _Scan:
             self.found[name] = value
 
 
-def _shows_error(line: str, prefix: re.Match[str] | None) -> bool:
-    if prefix is not None and any(level in prefix.group() for level in _QUIET_LEVELS):
-        return False
-    return any(word in line for word in _ERROR_WORDS) and _ERROR.search(line) is not None
+def _error_in(line: str, prefix: re.Match[str] | None) -> str:
+    """The part of a line that speaks of an error, from the error's name on where the line is long; "" when none does."""
+    level = prefix.group() if prefix is not None else ""
+    if any(quiet in level for quiet in _QUIET_LEVELS) or not any(word in line for word in _ERROR_WORDS):
+        return ""
+    found = _ERROR.search(line)
+    if found is None:
+        return ""
+    return line[found.start() if len(line) > _EXCERPT_CHARS // 2 else 0 :].strip()
 
 
 def scan(
@@ -254,7 +267,7 @@ def scan(
     value where the name begins with ``max:``, else the first).
     """
     state = _Scan(signatures=signatures, facts=facts or {})
-    worker, number, error = "", 0, ""
+    worker, number, error, loud = "", 0, "", ""
     for number, raw in lines(decoded(source)):
         if not raw:
             continue
@@ -262,14 +275,16 @@ def scan(
         prefix = _PREFIX.match(line)
         if prefix is not None:
             # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
-            worker = prefix["worker"] or ""
+            worker = prefix["worker"] or (prefix["ranks"] or "").strip()
             line = line[prefix.end() :]
         if line.lstrip().startswith(_SOURCE_LINES):
             continue
         if error.endswith(_MORE):
             error += f" {printable(line.strip())}"
-        elif not error and _shows_error(line, prefix):
-            error = f"log line {number}: {printable(line.strip())}"
+        elif not error and (text := _error_in(line, prefix)):
+            error = f"log line {number}: {printable(text)}"
+        elif not loud and prefix is not None and any(level in prefix.group() for level in _LOUD_LEVELS):
+            loud = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
         stream.add(number, line)
         if stream.held >= _BUFFER_CHARS:
@@ -277,4 +292,6 @@ def scan(
     for stream in state.streams.values():
         state.search(stream, final=True)
     hits = tuple(sorted(state.hits.values(), key=lambda hit: hit.line))
-    return LogReport(hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams), first_error=error)
+    return LogReport(
+        hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams), first_error=error or loud
+    )
