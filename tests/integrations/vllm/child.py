@@ -1,7 +1,8 @@
 """Runs a list of engine jobs in one process, because importing vLLM costs more than starting a tiny engine.
 
-A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env"}. Its result is either
-{"error": "Type: text"} or {"batches": [[{"tokens", "prompt_logprobs", "cached"}, ...], ...], "modules": [...]}.
+A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env", "stale"}. Its result
+is either {"error": "Type: text"} or {"batches": [[{"tokens", "logprobs", "prompt_logprobs", "cached"}, ...], ...],
+"preemptions", "modules"}. With "record" or "transformers" it is a job of one of verify's own children.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ENGINE = {
@@ -28,36 +30,75 @@ def generate(llm, batch: list[list[int]], tokens: int, logprobs: bool) -> list[d
 
     wanted = 0 if logprobs else None
     params = SamplingParams(
-        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=wanted
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=wanted
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
     return [
         {
             "tokens": output.outputs[0].token_ids,
-            "prompt_logprobs": [next(iter(step.values())).logprob for step in (output.prompt_logprobs or [])[1:]],
+            "logprobs": chosen(output.outputs[0].logprobs),
+            "prompt_logprobs": chosen((output.prompt_logprobs or [])[1:]),
             "cached": output.num_cached_tokens,
         }
         for output in outputs
     ]
 
 
-def run(job: dict) -> dict:
+def chosen(steps: list[dict]) -> list[float]:
+    return [next(iter(step.values())).logprob for step in steps]
+
+
+@contextmanager
+def stale_indices():
+    """A fault: layers without an indexer read the indices of the step before."""
+    from sparse_mla.integrations.vllm.impl import SparseMLAImpl
+    from sparse_mla.testing.faults import patched
+
+    right, last = SparseMLAImpl.forward_mqa, {}
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        if self._indexer is not None:
+            return right(self, q, cache, metadata, layer)
+        buffer = self.topk_indices_buffer
+        fresh = buffer.clone()
+        buffer.copy_(last.get(layer.layer_name, fresh))
+        last[layer.layer_name] = fresh
+        answer = right(self, q, cache, metadata, layer)
+        buffer.copy_(fresh)
+        return answer
+
+    with patched(SparseMLAImpl, "forward_mqa", forward_mqa):
+        yield
+
+
+def serve(job: dict) -> dict:
     from vllm import LLM
+
+    llm = LLM(job["model"], **{**ENGINE, **job.get("engine", {})})
+    with stale_indices() if job.get("stale") else nullcontext():
+        batches = [generate(llm, batch, job["tokens"], job.get("logprobs", True)) for batch in job["batches"]]
+    counted = job.get("engine", {}).get("disable_log_stats") is False
+    metrics = {metric.name: metric for metric in (llm.get_metrics() if counted else ())}
+    return {
+        "batches": batches,
+        "preemptions": metrics["vllm:num_preemptions"].value if counted else None,
+        "modules": [name for name in sys.modules if name.startswith("sparse_mla")],
+    }
+
+
+def run(job: dict) -> dict:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    from sparse_mla.verify import transformers_child, vllm_child
+
     os.environ.update(job.get("env", {}))
-    llm = None
     try:
-        llm = LLM(job["model"], **{**ENGINE, **job.get("engine", {})})
-        batches = [generate(llm, batch, job["tokens"], job.get("logprobs", True)) for batch in job["batches"]]
-        return {
-            "batches": batches,
-            "modules": [name for name in sys.modules if name.startswith("sparse_mla")],
-        }
+        if "record" in job:
+            return vllm_child.run({**job["record"], "engine": {**ENGINE, **job["record"]["engine"]}})
+        return transformers_child.run(job["transformers"]) if "transformers" in job else serve(job)
     except Exception as error:  # noqa: BLE001 (the test judges it)
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        del llm
         gc.collect()
         cleanup_dist_env_and_memory()
         for name in job.get("env", {}):
@@ -65,5 +106,10 @@ def run(job: dict) -> dict:
 
 
 if __name__ == "__main__":
+    if os.environ.get("ONE_SHAPE"):
+        sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+        from soak import fix_product_shapes
+
+        fix_product_shapes()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(sys.argv[2]).write_text(json.dumps([run(job) for job in jobs]))

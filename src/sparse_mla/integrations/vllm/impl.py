@@ -53,6 +53,7 @@ class SparseMLAImpl(_BASE):
         self._format = plan.problem.latent
         self._indexer, self._buffer = indexer, topk_indices_buffer
         self._layer_names = seams.layer_names()
+        self._require_schedule()  # here, too: vLLM's loader would stop at the weights of an indexer that is none
         if plan.device.kind == "cpu":
             draw_once_read()
         if indexer is not None:
@@ -71,8 +72,11 @@ class SparseMLAImpl(_BASE):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called in every worker once the model is loaded and before it sizes the cache."""
         del act_dtype
-        require_schedule(self._runtime.plan.problem.dims, seams.indexers_built(self._layer_names))
+        self._require_schedule()
         self._runtime.prove()
+
+    def _require_schedule(self) -> None:
+        require_schedule(self._runtime.plan.problem.dims, seams.indexers_built(self._layer_names))
 
     def record_logical_topk_ready(self) -> None:
         """Everything runs on one stream: nothing to signal."""

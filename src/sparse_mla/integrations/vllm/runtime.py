@@ -74,11 +74,13 @@ def require_schedule(dims: MLADims, built: Mapping[int, bool]) -> None:
     for number, own in layers.items():
         if own != dims.owns_indexer[number]:
             words = {True: "an indexer of its own", False: "another layer's indices"}
+            pattern = "".join("F" if stated else "S" for stated in dims.owns_indexer)
             raise ConfigError(
                 f"vLLM built layer {number} otherwise than the config states",
                 needs=words[dims.owns_indexer[number]],
                 got=words[own],
-                hint="Make indexer_types agree with index_topk_freq or index_topk_pattern, which vLLM reads.",
+                hint="vLLM does not read indexer_types: "
+                f"""start it with --hf-overrides '{{"index_topk_pattern": "{pattern}"}}'.""",
             )
     first = min(layers, default=None)
     if first is not None and not layers[first]:
