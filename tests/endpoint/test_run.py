@@ -105,18 +105,27 @@ def test_without_the_cache_s_word_chunks_are_confounded_with_length(verify):
 
 
 @pytest.mark.parametrize(
-    ("other", "expected", "words"),
+    ("other", "expected", "words", "edges"),
     [
-        (Script(lose=lambda seen, _: seen.chunks >= 3, chunk=1300), "endpoint.chunk-count", "third chunk on, on both"),
-        (Script(lose=lambda seen, _: seen.tokens > 1800, chunk=1300), "endpoint.length", "on both endpoints"),
-        (Script(chunk=1300), "endpoint.chunk-count", "does not fail at any length"),
+        (
+            Script(lose=lambda seen, _: seen.chunks >= 3, chunk=1300),
+            "endpoint.chunk-count",
+            "third chunk on, on both",
+            2,
+        ),
+        (Script(lose=lambda seen, _: seen.tokens > 1800, chunk=1300), "endpoint.length", "on both endpoints", 2),
+        (Script(chunk=1300), "endpoint.chunk-count", "does not fail at any length", 1),
     ],
 )
-def test_a_second_endpoint_tells_chunk_count_from_length(verify, other, expected, words):
+def test_a_second_endpoint_tells_chunk_count_from_length(verify, tmp_path, other, expected, words, edges):
     first = Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900, tells_cached=False)
     with serve(first) as url, serve(other) as second:
-        result = verify("--endpoint", url, "--endpoint", second, "--chunk-tokens", "900,1300")
+        plot = ("--plot", str(tmp_path / "p.svg"))
+        result = verify("--endpoint", url, "--endpoint", second, "--chunk-tokens", "900,1300", *plot)
     assert result.code == 1
+    picture = (tmp_path / "p.svg").read_text()
+    assert picture.count("stroke-dasharray") == edges
+    assert "ticks: chunks of 900 and 1,300 tokens" in picture
     assert result.verdicts == ["endpoint.garbled", expected]
     assert words in result.json["facts"]["verdicts"][1]["statement"]
 
@@ -432,6 +441,9 @@ def test_the_picture_of_the_terminal_shows_depths_and_the_verdict(verify):
     assert row.index("□") < row.index("■")
     assert "Only facts in the last 512 tokens survive" in result.out
     assert "FAULT: facts are lost" in result.out
+    assert "■ all recalled" in result.out
+    letters = {line.split()[0]: line.split()[-1] for line in result.out.splitlines() if line.lstrip()[:1].isdecimal()}
+    assert letters == {"512": "11/11", "1,024": "6/11", "2,000": "A", "4,000": "A"}
     assert "tokens cold: " in result.err
 
 

@@ -5,7 +5,14 @@ import pytest
 from sparse_mla.errors import UsageError
 from sparse_mla.verify.endpoint.outcome import Outcome, Probe
 from sparse_mla.verify.endpoint.sweep import Trial, lengths_to_ask, planned
-from sparse_mla.verify.endpoint.verdicts import Edge, chunk_of, compare_edges, modulo_verdict, position_verdict
+from sparse_mla.verify.endpoint.verdicts import (
+    Edge,
+    chunk_of,
+    compare_edges,
+    modulo_verdict,
+    ordinal,
+    position_verdict,
+)
 
 
 def outcome(*found: bool, length: int = 10_000, invented: int = 0) -> Outcome:
@@ -82,11 +89,22 @@ def test_one_threshold_is_no_pattern(first):
 
 
 def test_chunks_that_begin_inside_an_edge():
-    assert chunk_of(Edge(passes=16_380, fails=16_400), 8192) == 3
-    assert chunk_of(Edge(passes=16_384, fails=16_385), 8192) == 3
-    assert chunk_of(Edge(passes=16_385, fails=16_400), 8192) is None
-    assert chunk_of(Edge(passes=1000, fails=2000), 8192) is None
-    assert chunk_of(Edge(passes=1000, fails=2000), None) is None
+    assert chunk_of(Edge(passes=16_380, fails=16_400), 8192, 0) == 3
+    assert chunk_of(Edge(passes=16_384, fails=16_385), 8192, 0) == 3
+    assert chunk_of(Edge(passes=16_385, fails=16_400), 8192, 0) is None
+    assert chunk_of(Edge(passes=1000, fails=2000), 8192, 0) is None
+    assert chunk_of(Edge(passes=1000, fails=2000), None, 0) is None
+
+
+def test_a_chunk_of_a_few_tokens_may_still_pass():
+    edge = Edge(passes=6_163, fails=6_218)
+    assert chunk_of(edge, 3072, 64) == 3
+    assert ordinal(edge, 3072, 64) == ", just after the third chunk of 3,072 tokens begins"
+    assert chunk_of(edge, 3072, 18) is None
+    assert chunk_of(Edge(passes=6_220, fails=6_240), 100, 64) is None  # everything lies near a boundary of small chunks
+    found = compare_edges(Edge(passes=4_092, fails=4_131), edge, (2048, 3072), 64)
+    assert found.id == "endpoint.chunk-count"
+    assert "where the third chunk of 2,048" in found.evidence[0]
 
 
 def test_two_endpoints_tell_chunks_from_length():

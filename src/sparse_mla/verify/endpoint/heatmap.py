@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .verdicts import Edge
 
 BINS = 10
-LEGEND = "■ all recalled, ▣ some, □ none, · no fact planted there; same answer: a prompt that was asked again"
+LEGEND = "■ all recalled, ▣ some, □ none, · no fact planted there; equal letters: the same answer to the same prompt"
 _ALL, _SOME, _NONE, _EMPTY = "■", "▣", "□", "·"
 _CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 240, 64, 90
 _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
@@ -22,12 +22,13 @@ _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66cce
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One answered probe. ``bins[i]`` is (recalled, planted) of the facts in the i-th tenth of the prompt.
+    """One answered probe of ``server``. ``bins[i]`` is (recalled, planted) of the facts in the i-th tenth of the prompt.
 
     ``group`` numbers the different answers to a prompt that was asked more than once; None for any other prompt.
     """
 
     name: str
+    server: int
     length: int
     bins: tuple[tuple[int, int], ...]
     group: int | None
@@ -46,7 +47,7 @@ class Row:
 
 
 def rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
-    """Answered probes by length; unanswered ones have no row."""
+    """Answered probes by endpoint and length; unanswered ones have no row."""
     answers: dict[str, list[str]] = {}
     asked = Counter(outcome.prompt_sha256 for outcome in outcomes.values() if outcome.answered)
     made = []
@@ -57,8 +58,16 @@ def rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
         if outcome.token_sha256 not in known:
             known.append(outcome.token_sha256)
         group = known.index(outcome.token_sha256) if asked[outcome.prompt_sha256] > 1 else None
-        made.append(Row(name=name(key), length=outcome.prompt_tokens, bins=_bins(outcome), group=group))
-    return sorted(made, key=lambda row: row.length)
+        made.append(
+            Row(
+                name=name(key),
+                server=int(key.partition(":")[0]),
+                length=outcome.prompt_tokens,
+                bins=_bins(outcome),
+                group=group,
+            )
+        )
+    return sorted(made, key=lambda row: (row.server, row.length))
 
 
 def name(key: str) -> str:
@@ -78,8 +87,11 @@ def _bins(outcome: Outcome) -> tuple[tuple[int, int], ...]:
     return tuple(zip(found, planted, strict=True))
 
 
-def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -> str:
-    """The picture: a row for each probe, the failing length as a line, chunk boundaries as ticks, answers by colour."""
+def svg(made: Sequence[Row], edges: Sequence[Edge | None], chunks: Sequence[int | None], title: str) -> str:
+    """The picture: a row for each probe, the failing length as a line, chunk boundaries as ticks, answers by colour.
+
+    ``edges`` and ``chunks`` have an entry for each endpoint.
+    """
     width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 80
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
@@ -90,18 +102,22 @@ def svg(made: Sequence[Row], edge: Edge | None, chunk: int | None, title: str) -
     ]
     drawn += [_text(_LEFT + tenth * _CELL, _TOP - 8, f"{tenth * 10} %") for tenth in range(BINS)]
     for number, row in enumerate(made):
-        drawn += _row(row, _TOP + number * _ROW, chunk)
-    below = sum(row.length < edge.fails for row in made) if edge else None
-    if edge and below is not None:
-        y = _TOP + below * _ROW - 1
+        drawn += _row(row, _TOP + number * _ROW, chunks[row.server])
+    for server, edge in enumerate(edges):
+        if edge is None:
+            continue
+        above = sum(row.server < server or (row.server == server and row.length < edge.fails) for row in made)
+        y = _TOP + above * _ROW - 1
         drawn.append(
             f'<line x1="8" x2="{width - 8}" y1="{y}" y2="{y}" stroke="black" stroke-width="2" stroke-dasharray="6 4"/>'
         )
-    marks = f"; ticks: chunks of {chunk:,} tokens" if chunk else ""
+    told = " and ".join(f"{chunk:,}" for chunk in chunks if chunk)
+    begins = " and ".join(str(edge) for edge in edges if edge)
+    marks = f"; ticks: chunks of {told} tokens" if told else ""
     notes = (
         "across: depth of the fact in the prompt; blue: recalled, red: lost, white: no fact planted there",
-        f"{f'dashed: the failure begins {edge}' if edge else 'no failing length was found'}{marks}",
-        "same answer: a prompt that was asked again; another letter and colour: another answer, no fault by itself",
+        f"{f'dashed: the failure begins {begins}' if begins else 'no failing length was found'}{marks}",
+        "equal letters and colours: the same answer to the same prompt; another letter is no fault by itself",
     )
     foot = _TOP + len(made) * _ROW + 24
     drawn += [_text(12, foot + 18 * number, note) for number, note in enumerate(notes)]

@@ -52,6 +52,7 @@ class Localiser:
         self._index_topk, self._chunks = index_topk, tuple(chunk_tokens)
         self._resolution, self._least = resolution, least
         self.edge: Edge | None = None
+        self.second_edge: Edge | None = None
         self.verdicts: list[Verdict] = []
 
     def localise(self) -> None:
@@ -144,7 +145,7 @@ class Localiser:
             return staged
         return Verdict(
             id="endpoint.length",
-            statement=f"The failure begins {edge}{ordinal(edge, self._chunks[0])}. "
+            statement=f"The failure begins {edge}{ordinal(edge, self._chunks[0], self._resolution)}. "
             "The number of prefill chunks is confounded with length.",
             evidence=(f"{edge.passes:,} tokens pass, {edge.fails:,} fail, cold and alone", staged),
             excludes=(
@@ -173,7 +174,7 @@ class Localiser:
         return f"sent in up to {_PIECES[-1]} pieces, {edge.passes:,} tokens pass and {edge.fails:,} fail as well"
 
     def _fewer_chunks(self, edge: Edge, trial: Trial) -> Verdict:
-        where = ordinal(edge, self._chunks[0]) or ": what one request prefills, or in how many chunks"
+        where = ordinal(edge, self._chunks[0], self._resolution) or ": what one request prefills, or in how many chunks"
         return Verdict(
             id="endpoint.chunk-count",
             statement=f"The failure follows the prefill of one request, not the length. It begins {edge}{where}.",
@@ -211,14 +212,14 @@ class Localiser:
         passed = self._baseline
         for length in lengths:
             if self._fails_once(length, server=1):
-                other = self._bisect(passed, length, server=1)
-                return compare_edges(edge, other, self._chunks, self._resolution)
+                self.second_edge = self._bisect(passed, length, server=1)
+                return compare_edges(edge, self.second_edge, self._chunks, self._resolution)
             passed = length
         chunk = self._chunks[1]
         reached = f" ({-(-passed // chunk)} chunks of {chunk:,})" if chunk else ""
         return Verdict(
             id="endpoint.chunk-count" if chunk else "endpoint.server",
-            statement=f"The failure begins {edge}{ordinal(edge, self._chunks[0])}; the second endpoint, of another chunk size, "
+            statement=f"The failure begins {edge}{ordinal(edge, self._chunks[0], self._resolution)}; the second endpoint, of another chunk size, "
             "does not fail at any length asked.",
             evidence=(f"the second endpoint keeps all facts up to {passed:,} tokens{reached}",),
             excludes=(f"total length as such: {edge.fails:,} tokens can be served", "the model's own recall"),

@@ -29,9 +29,11 @@ def write_files(done: Run, report: Report) -> None:
     Raises:
         UsageError: one cannot be written any more.
     """
-    options, edge = done.options, done.localiser.edge if done.localiser else None
+    options, localiser = done.options, done.localiser
     if options.plot:
-        picture = svg(rows(done.book.outcomes), edge, options.chunk_tokens[0], "Facts recalled by length and depth")
+        edges = (localiser.edge, localiser.second_edge) if localiser else ()
+        title = f"Facts recalled by length and depth. {verdict_line(done)[:1].upper()}{verdict_line(done)[1:]}"
+        picture = svg(rows(done.book.outcomes), edges, options.chunk_tokens, title)
         _write("--plot", options.plot, picture.encode())
     if options.report:
         _write("--report", options.report, "\n".join(markdown(done, report)).encode())

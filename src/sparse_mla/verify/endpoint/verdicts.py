@@ -74,7 +74,10 @@ def _same_lengths(pairs: Sequence[tuple[Trial, Trial]]) -> str:
 
 def compare_edges(edge: Edge, other: Edge, chunks: Sequence[int | None], resolution: int) -> Verdict:
     """Where two servers of different chunk size begin to fail."""
-    evidence = (f"first endpoint: the failure begins {edge}", f"second endpoint: the failure begins {other}")
+    evidence = (
+        f"first endpoint: the failure begins {edge}{ordinal(edge, chunks[0], resolution)}",
+        f"second endpoint: the failure begins {other}{ordinal(other, chunks[1], resolution)}",
+    )
     if abs(edge.fails - other.fails) <= 2 * resolution:
         return Verdict(
             id="endpoint.length",
@@ -83,12 +86,12 @@ def compare_edges(edge: Edge, other: Edge, chunks: Sequence[int | None], resolut
             excludes=("number of prefill chunks: the chunk sizes differ, the lengths do not",),
             leaves_open=("a fault that both servers share",),
         )
-    first, second = (chunk_of(one, chunk) for one, chunk in zip((edge, other), chunks, strict=True))
+    first, second = (chunk_of(one, chunk, resolution) for one, chunk in zip((edge, other), chunks, strict=True))
     if first is not None and first == second:
         return Verdict(
             id="endpoint.chunk-count",
             statement=f"The failure follows the number of prefill chunks: from the {nth(first)} chunk on, on both endpoints.",
-            evidence=(*evidence, f"chunk sizes {chunks[0]:,} and {chunks[1]:,}"),
+            evidence=evidence,
             excludes=(
                 "total length: the endpoints begin to fail at different lengths",
                 "concurrency: one request at a time",
@@ -103,18 +106,24 @@ def compare_edges(edge: Edge, other: Edge, chunks: Sequence[int | None], resolut
     )
 
 
-def chunk_of(edge: Edge, chunk: int | None) -> int | None:
-    """Number (from 1) of the prefill chunk that begins inside the edge; None if none does."""
+def chunk_of(edge: Edge, chunk: int | None, slack: int) -> int | None:
+    """Number (from 1) of the prefill chunk that begins inside the edge, or at most ``slack`` tokens before; None if none does.
+
+    The first tokens of a chunk may hold nothing but the question: a fault of that chunk shows a little later.
+    """
     if not chunk:
         return None
     before = (edge.fails - 1) // chunk
-    return before + 1 if before and edge.passes <= before * chunk else None
+    return before + 1 if before and edge.passes <= before * chunk + min(slack, chunk // 8) else None
 
 
-def ordinal(edge: Edge, chunk: int | None) -> str:
-    """``, where the 3rd chunk of 8,192 tokens begins`` where that is so."""
-    number = chunk_of(edge, chunk)
-    return f", where the {nth(number)} chunk of {chunk:,} tokens begins" if number else ""
+def ordinal(edge: Edge, chunk: int | None, slack: int) -> str:
+    """``, where the third chunk of 8,192 tokens begins`` where that is so."""
+    number = chunk_of(edge, chunk, slack)
+    if not (number and chunk):
+        return ""
+    where = "where" if edge.passes <= (number - 1) * chunk else "just after"
+    return f", {where} the {nth(number)} chunk of {chunk:,} tokens begins"
 
 
 def position_verdict(trial: Trial, index_topk: int) -> Verdict:
