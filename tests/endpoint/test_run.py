@@ -363,6 +363,17 @@ def test_a_folder_that_vanishes_costs_the_file_and_not_the_result(verify, tmp_pa
         assert str(folder) in result.out + result.err
 
 
+def test_cold_prompts_that_came_from_a_cache_prove_nothing_cold(verify):
+    with serve(Script()) as url:
+        first, again = (
+            verify("--endpoint", url, "--seed", "5", "--concurrency", "0", lengths="2000") for _ in range(2)
+        )
+    assert (first.code, again.code) == (0, 0)
+    assert any(line.startswith("cold (new prompts)") for line in first.json["proved"])
+    assert not any(line.startswith("cold") for line in again.json["proved"])
+    assert any("cold prefill at 1,024, 2,000 tokens" in line for line in again.json["not_proved"])
+
+
 def test_two_runs_are_compared_prompt_by_prompt(verify, tmp_path):
     saved, report = tmp_path / "before.json", tmp_path / "report.md"
     with serve(Script(lose=lambda seen, _: seen.tokens > 3000)) as url:

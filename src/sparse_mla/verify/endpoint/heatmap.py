@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BINS = 10
 LEGEND = "■ all recalled, ▣ some, □ none, · no fact planted there; equal letters: the same answer to the same prompt"
 _ALL, _SOME, _NONE, _EMPTY = "■", "▣", "□", "·"
-_CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 240, 64, 90
+_CELL, _ROW, _LEFT, _TOP, _GROUPS = 44, 22, 240, 64, 110
 _GROUP_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#66ccee")
 
 
@@ -92,7 +92,7 @@ def svg(made: Sequence[Row], edges: Sequence[Edge | None], chunks: Sequence[int 
 
     ``edges`` and ``chunks`` have an entry for each endpoint.
     """
-    width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 80
+    width, height = _LEFT + BINS * _CELL + _GROUPS, _TOP + len(made) * _ROW + 98
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
@@ -113,10 +113,10 @@ def svg(made: Sequence[Row], edges: Sequence[Edge | None], chunks: Sequence[int 
         )
     told = " and ".join(f"{chunk:,}" for chunk in chunks if chunk)
     begins = " and ".join(str(edge) for edge in edges if edge)
-    marks = f"; ticks: chunks of {told} tokens" if told else ""
     notes = (
         "across: depth of the fact in the prompt; blue: recalled, red: lost, white: no fact planted there",
-        f"{f'dashed: the failure begins {begins}' if begins else 'no failing length was found'}{marks}",
+        f"{f'dashed: the failure begins {begins}' if begins else 'no failing length was found'}",
+        f"ticks: chunks of {told} tokens" if told else "no ticks: the size of chunks is not known (--chunk-tokens)",
         "equal letters and colours: the same answer to the same prompt; another letter is no fault by itself",
     )
     foot = _TOP + len(made) * _ROW + 24

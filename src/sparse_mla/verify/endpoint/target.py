@@ -321,8 +321,14 @@ def _unanswered(trial: Trial, limit: int | None) -> str:
     return f"{trial.probe.title}: {outcome.failure}: {outcome.detail}{promise}"
 
 
+def _came_from_cache(outcome: Outcome) -> bool:
+    return (outcome.cached_tokens or 0) > outcome.prompt_tokens // 10
+
+
 def _proved(done: Run) -> tuple[list[str], list[str]]:
-    good = [trial for trial in done.trials if trial.ok]
+    cold = [trial for trial in done.trials if trial.probe.state == "cold" and trial.answered]
+    warm = [trial for trial in cold if _came_from_cache(trial.outcomes[0])]
+    good = [trial for trial in done.trials if trial.ok and trial not in warm]
     proved = []
     for state in dict.fromkeys(trial.probe.state for trial in good):
         lengths = sorted({trial.outcomes[0].prompt_tokens for trial in good if trial.probe.state == state})
@@ -332,11 +338,13 @@ def _proved(done: Run) -> tuple[list[str], list[str]]:
     answered = [outcome for trial in done.trials for outcome in trial.outcomes if outcome.answered]
     if not all(outcome.counted for outcome in answered):
         not_proved.append("the lengths: the server counts no tokens, they are ours")
-    cold = [trial.outcomes[0] for trial in done.trials if trial.probe.state == "cold" and trial.answered]
-    if any(outcome.cached_tokens is None for outcome in cold):
+    if any(trial.outcomes[0].cached_tokens is None for trial in cold):
         not_proved.append("what came from a cache: the server does not tell; cold prompts begin with new words")
-    elif any((outcome.cached_tokens or 0) > outcome.prompt_tokens // 10 for outcome in cold):
-        not_proved.append("cold prefill: the server says that cold prompts came from its cache; use another --seed")
+    if warm:
+        shown = ", ".join(f"{trial.outcomes[0].prompt_tokens:,}" for trial in warm)
+        not_proved.append(
+            f"cold prefill at {shown} tokens: the server says that these prompts came from its cache; restart it, or use another --seed"
+        )
     not_proved += [
         f"exact length: asked for {trial.probe.length:,} tokens, the server counted {trial.outcomes[0].prompt_tokens:,}"
         for trial in done.trials
