@@ -87,7 +87,7 @@ VARIABLES: tuple[Variable, ...] = (
         name="SPARSE_MLA_CACHE_DIR",
         parse=str,
         default="",
-        doc="Folder for generated tiny models; empty: sparse-mla below the user's cache folder.",
+        doc="Folder for the models that verify makes (tiny, retrieval); empty: sparse-mla below the user's cache folder.",
     ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

@@ -89,6 +89,10 @@ def test_planted_facts_come_back_and_wrong_selections_lose_them():
     result = recited()
     assert failed(result) == set()
     assert "200 tokens: all 4 planted facts come back, from the first token of the prompt on" in result.proved
+    assert (
+        "200 tokens: wrong selections lose facts; of 4 come back: last-k 0, first-k 0, shifted-by-one 0"
+        in result.proved
+    )
     recall = result.to_json()["facts"]["recall"]
     assert recall["200 tokens, chunks of 64"] == 1
     assert all(recall[f"200 tokens, {name}"] == 0 for name in CONTROLS)

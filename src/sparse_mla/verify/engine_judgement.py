@@ -261,6 +261,9 @@ def _proved(
                 f"{group[0].length:,} tokens: all {facts} planted facts come back, from the first token of the prompt on"
             )
     for item in comparisons:
+        if item.recital and item.controls:
+            kept = ", ".join(f"{name} {sum(told_again(item.recital, wrong))}" for name, wrong in item.controls.items())
+            yield f"{item.tokens:,} tokens: wrong selections lose facts; of {len(item.recital.spans) + 1} come back: {kept}"
         if item.theirs is not None:
             ties = (
                 f" ({item.theirs['near_ties']} rows with two scores within rounding)"
