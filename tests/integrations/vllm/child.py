@@ -1,8 +1,9 @@
 """Runs a list of engine jobs in one process, because importing vLLM costs more than starting a tiny engine.
 
-A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env", "stale"}. Its result
-is either {"error": "Type: text"} or {"batches": [[{"tokens", "logprobs", "prompt_logprobs", "cached"}, ...], ...],
-"preemptions", "modules"}. With "record" or "transformers" it is a job of one of verify's own children.
+A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env", "stale", "seeds":
+of each batch, None for greedy}. Its result is either {"error": "Type: text"} or {"batches": [[{"tokens", "logprobs",
+"prompt_logprobs", "cached"}, ...], ...], "preemptions", "modules"}. With "record" or "transformers" it is a job of one of
+verify's own children.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ ENGINE = {
 }
 
 
-def generate(llm, batch: list[list[int]], tokens: int, logprobs: bool) -> list[dict]:
+def generate(llm, batch: list[list[int]], tokens: int, logprobs: bool, seed: int | None) -> list[dict]:
     from vllm import SamplingParams
 
-    wanted = 0 if logprobs else None
     params = SamplingParams(
-        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=wanted
+        max_tokens=tokens,
+        temperature=0.0 if seed is None else 0.8,
+        seed=seed,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        prompt_logprobs=0 if logprobs else None,
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
     return [
@@ -75,8 +81,11 @@ def serve(job: dict) -> dict:
     from vllm import LLM
 
     llm = LLM(job["model"], **{**ENGINE, **job.get("engine", {})})
+    seeds, wanted = job.get("seeds") or [None] * len(job["batches"]), job.get("logprobs", True)
     with stale_indices() if job.get("stale") else nullcontext():
-        batches = [generate(llm, batch, job["tokens"], job.get("logprobs", True)) for batch in job["batches"]]
+        batches = [
+            generate(llm, batch, job["tokens"], wanted, seed) for batch, seed in zip(job["batches"], seeds, strict=True)
+        ]
     counted = job.get("engine", {}).get("disable_log_stats") is False
     metrics = {metric.name: metric for metric in (llm.get_metrics() if counted else ())}
     return {
