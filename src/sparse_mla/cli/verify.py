@@ -39,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="operators: cpu (the default), cuda or cuda:N")
     parser.add_argument("--backend", help="backend of every stage, by name; never falls back")
     parser.add_argument("--seed", type=int, help="of inputs, placements and drawn rows (0); of prompts (always new)")
+    parser.add_argument(
+        "--self-test", action="store_true", help="put known faults into operators and engine: is each one caught?"
+    )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the checks as JUnit XML")
     endpoint.add_arguments(parser)
 
@@ -51,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
         _refuse(args, "no --endpoint beside it", "one", "engine", "quick", "backend", *_OPERATORS_ALONE)
         return endpoint.run(args)
     endpoint.refuse_alone(args)
+    if args.self_test:
+        needs = "no --self-test beside it"
+        _refuse(args, needs, "one", "engine", "model", "lengths", "chunk_tokens", "backend", *_OPERATORS_ALONE)
     if args.engine:
         _refuse(args, "the operator target", f"--engine {args.engine}", *_OPERATORS_ALONE)
     args.device = "cpu" if args.device is None else args.device
@@ -60,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--seed", needs="a whole number >= 0", got=args.seed)
     if args.junit is not None:
         writable(args.junit)
-    report = _operators(args) if args.engine is None else _engine(args)
+    report = _self_test(args) if args.self_test else _operators(args) if args.engine is None else _engine(args)
     if args.junit is not None:
         write_whole(args.junit, report.to_junit())
     if args.format == "json":
         emit_json(report.to_json())
     elif args.format == "human":
-        _show(report)
-    return report.exit_code
+        _show_self_test(report) if args.self_test else _show(report)
+    return 3 if args.self_test and report.ok and report.not_checked else report.exit_code
 
 
 def _refuse(args: argparse.Namespace, needs: str, got: str, *names: str) -> None:
@@ -121,6 +127,25 @@ def _operators(args: argparse.Namespace) -> Report:
     return replace(report, not_checked=(f"engine ({_why_no_engine()})",))
 
 
+def _self_test(args: argparse.Namespace) -> Report:
+    require_torch()
+    from ..integrations.vllm.seams import SUPPORTED
+    from ..verify.engine import installed_engine
+    from ..verify.progress import Steps
+    from ..verify.self_test import CLEAN_RUNS, self_test
+    from ..verify.self_test_engine import engine_faults
+
+    missing = []
+    try:
+        installed_engine(SUPPORTED)
+    except NotCheckableError as error:
+        missing.append(f"faults of the engine ({error})")
+    runs = CLEAN_RUNS // 10 if args.quick else CLEAN_RUNS
+    engine = None if missing else engine_faults
+    with Steps(quiet=args.format == "quiet") as steps:
+        return self_test(steps, clean_runs=runs, seed=args.seed, engine=engine, not_checked=missing)
+
+
 def _why_no_engine() -> str:
     from ..integrations.vllm.seams import SUPPORTED
     from ..verify.engine import installed_engine
@@ -151,15 +176,32 @@ def _engine(args: argparse.Namespace) -> Report:
         return verify_engine(quick(options) if args.quick else options, steps)
 
 
+def _show_self_test(report: Report) -> None:
+    """A row for each kind of fault."""
+    out = console()
+    rows = [
+        [case["kind"], case["level"], case["short"], case["caught_by"] or "ESCAPED", case["first_stage"] or ""]
+        for case in report.cases
+    ]
+    title = f"Known faults: a prompt of {report.facts['short_tokens']} tokens, and a long one"
+    out.print(table(title, ["kind", "level", "short", "long: caught by", "first stage"], rows))
+    out.print(f"clean runs: {report.facts['clean_runs']}, alarms: {report.facts['alarms']}", markup=False)
+    _show_verdict(out, report)
+
+
 def _show(report: Report) -> None:
     """Tables for people."""
     out = console()
     for case in report.cases:
         _show_case(out, case)
+    _show_facts(out, report.facts)
+    _show_verdict(out, report)
+
+
+def _show_verdict(out: Console, report: Report) -> None:
     failed = [check for check in report.checks if not check.ok]
     for check in failed:
         out.print(f"FAULT {check.id}: {check.case}: {check.what}: {check.detail}", markup=False)
-    _show_facts(out, report.facts)
     for word, lines in (
         ("proved", report.proved),
         ("not proved", report.not_proved),

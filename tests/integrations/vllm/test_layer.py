@@ -45,7 +45,8 @@ def plugin():
             patch.delitem(sys.modules, path, raising=False)
         bases = layer_seams.Bases(backend=object, impl=object, builder=Builder, metadata=object)
         patch.setattr(layer_seams, "attention_bases", lambda: bases)
-        patch.setattr(layer_seams, "define_operator", lambda *_args, **_named: None)
+        for seam in ("define_operator", "draw_once_read"):
+            patch.setattr(layer_seams, seam, lambda *_args, **_named: None)
         yield SimpleNamespace(**{name: import_module(path) for name, path in zip(names, paths, strict=True)})
         for path in paths:
             patch.delitem(sys.modules, path)
