@@ -97,19 +97,26 @@ def native_reservations(engine: Engine, dims: MLADims, device: Device, latent: s
 def weight_bytes(fields: Mapping[str, Any], folder: Path | None, tensor_parallel: int, layers: range) -> Item:
     """Weights of one rank of one pipeline stage.
 
-    Read from the headers of ``*.safetensors`` in ``folder`` where there are any, else counted from the config.
+    Read from the headers of ``*.safetensors`` in ``folder`` where all of them are there, else counted from the config, and
+    where there is an index scaled to the total that it states. Layers behind the config's (drafts) are not counted.
 
     Raises:
-        ConfigError: a file that is not safetensors.
+        ConfigError: a file that is not safetensors, or an index that is none.
     """
     files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    if files:
+    index = _index(folder) if folder is not None else None
+    if files and (index is None or index.files <= {file.name for file in files}):
         tensors = [tensor for file in files for tensor in _header(file)]
         source = f"headers of {len(files)} safetensors files"
     else:
         tensors = list(_tensors_of(fields))
         source = "counted from the config"
-    last = max(_layer(name) for name, _ in tensors)
+        if index is not None and index.total_bytes:
+            counted = sum(nbytes for _, nbytes in tensors)
+            tensors = [(name, nbytes * index.total_bytes // counted) for name, nbytes in tensors]
+            source = f"total of the safetensors index, shared out as the config counts ({len(files)} of {len(index.files)} files here)"
+    stated = fields.get("num_hidden_layers")
+    last = stated - 1 if isinstance(stated, int) else max(_layer(name) for name, _ in tensors)
     total = 0
     for name, nbytes in tensors:
         layer = _layer(name)
@@ -117,6 +124,28 @@ def weight_bytes(fields: Mapping[str, Any], folder: Path | None, tensor_parallel
         if layer in layers or outer:
             total += ceil(nbytes / tensor_parallel) if any(part in name for part in _SHARDED) else nbytes
     return Item(name="weights", nbytes=total, source=source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Index:
+    """What ``model.safetensors.index.json`` states; ``total_bytes`` 0 when it does not."""
+
+    files: frozenset[str]
+    total_bytes: int
+
+
+def _index(folder: Path) -> _Index | None:
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as stream:
+            content = json.loads(stream.read(_MAX_HEADER_BYTES))
+        total = content.get("metadata", {}).get("total_size", 0)
+        files = frozenset(str(name) for name in content["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a safetensors index", got=str(error)[:80]) from None
+    return _Index(files=files, total_bytes=total if isinstance(total, int) and 0 < total < 1 << 60 else 0)
 
 
 def _layer(name: str) -> int:

@@ -173,7 +173,50 @@ def test_plan_says_what_fits(tmp_path, capsys):
     assert stage["tokens_that_fit"] > 200000
     code, result = run_plan(tmp_path, capsys, *flags, "--memory-gib", "80")
     assert code == 1
-    assert result["findings"][0]["id"] == "does-not-fit"
+    (finding,) = result["findings"]
+    assert finding["id"] == "does-not-fit"
+    assert "12 more devices for these layers (--tp 16), or another quantisation" in finding["fix"]
+
+
+def test_as_many_devices_as_the_message_names_are_enough_and_one_size_less_is_not(tmp_path, capsys):
+    flags = ("--device", "sm90", "--max-model-len", "200000", "--memory-gib", "141")
+    code, result = run_plan(tmp_path, capsys, *flags, "--tp", "4")
+    assert code == 1
+    assert "4 more devices for these layers (--tp 8)" in result["findings"][0]["fix"]
+    assert run_plan(tmp_path, capsys, *flags, "--tp", "8")[0] == 0
+    code, result = run_plan(tmp_path, capsys, *flags[:-1], "20", "--tp", "4")
+    assert "more pipeline stages" in result["findings"][0]["fix"]
+
+
+def index_of(tmp_path, files, total):
+    tensors = {f"model.layers.{number}.mlp.gate.weight": name for number, name in enumerate(files)}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": tensors})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+
+
+def test_an_index_without_all_of_its_files_gives_the_total(tmp_path):
+    counted = footprint.weight_bytes(GLM, None, 1, range(78)).nbytes
+    index_of(tmp_path, ["a.safetensors", "b.safetensors"], 2 * counted)
+    whole = footprint.weight_bytes(GLM, tmp_path, 1, range(78))
+    assert whole.nbytes == pytest.approx(2 * counted, rel=1e-9)
+    assert "0 of 2 files here" in whole.source
+    write_safetensors(tmp_path / "a.safetensors", {"model.layers.0.mlp.gate.weight": 64})
+    assert footprint.weight_bytes(GLM, tmp_path, 1, range(78)).nbytes == whole.nbytes
+    write_safetensors(tmp_path / "b.safetensors", {"lm_head.weight": 128})
+    assert footprint.weight_bytes(GLM, tmp_path, 1, range(78)).nbytes == 192
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 7}', "[" * 100_000])
+def test_an_index_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json is not a safetensors index"):
+        footprint.weight_bytes(GLM, tmp_path, 1, range(78))
+
+
+def test_a_draft_layer_in_the_checkpoint_is_not_the_last_one(tmp_path):
+    tensors = {"model.layers.1.mlp.gate.weight": 5, "model.layers.2.mlp.gate.weight": 7, "lm_head.weight": 80}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    assert footprint.weight_bytes({"num_hidden_layers": 2}, tmp_path, 1, range(2)).nbytes == 85
 
 
 def test_plan_names_a_stage_that_starts_without_indices(tmp_path, capsys):

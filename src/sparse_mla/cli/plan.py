@@ -71,8 +71,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     native = footprint.native_reservations(engine, dims, device, plan.problem.latent.name)
     folder = args.model if args.model.is_dir() else args.model.parent
     stages = [
-        _stage(args, fields, plan, footprint.weight_bytes(fields, folder, args.tp, layers), layers, native)
-        for layers in footprint.stages(dims.num_layers, args.pp)
+        _stage(args, fields, plan, folder, layers, native) for layers in footprint.stages(dims.num_layers, args.pp)
     ]
     orphans = footprint.stages_without_indices(dims, args.pp)
     findings = [
@@ -110,10 +109,11 @@ def _stage(
     args: argparse.Namespace,
     fields: dict[str, Any],
     plan: Plan,
-    weights: footprint.Item,
+    folder: Path,
     layers: range,
     native: list[footprint.Item],
 ) -> dict[str, Any]:
+    weights = footprint.weight_bytes(fields, folder, args.tp, layers)
     per_token = footprint.cache_bytes_per_token(plan, layers)
     topk_buffer = args.max_num_batched_tokens * plan.problem.dims.index_topk * 4
     stage: dict[str, Any] = {
@@ -130,11 +130,12 @@ def _stage(
     if args.memory_gib is None:
         return stage
     usable = int(args.memory_gib * (1 << 30) * args.gpu_memory_utilization)
-    tokens = footprint.fit(usable, weights.nbytes + plan.scratch_bytes + topk_buffer, per_token)
+    fixed = plan.scratch_bytes + topk_buffer
+    tokens = footprint.fit(usable, weights.nbytes + fixed, per_token)
     stage["tokens_that_fit"] = max(tokens, 0)
     if tokens < args.max_model_len:
         missing = (args.max_model_len - tokens) * per_token
-        more = -(-missing // usable)
+        wanted = fixed + args.max_model_len * per_token
         shorter = f", or --max-model-len {tokens}" if tokens > 0 else ""
         stage["findings"].append(
             {
@@ -142,11 +143,19 @@ def _stage(
                 "severity": "error",
                 "evidence": f"layers {layers.start} to {layers.stop - 1}: {max(tokens, 0)} tokens fit beside the weights, "
                 f"--max-model-len is {args.max_model_len}; {missing} bytes are missing",
-                "fix": f"{more} more device{'s' if more > 1 else ''} of this memory for these layers at least, or a "
-                f"smaller quantisation{shorter}",
+                "fix": f"{_more_devices(args, fields, folder, layers, usable - wanted)}, or another quantisation{shorter}",
             }
         )
     return stage
+
+
+def _more_devices(args: argparse.Namespace, fields: dict[str, Any], folder: Path, layers: range, room: int) -> str:
+    """Tensor parallelism splits the weights; the caches and the scratch stay whole on every rank."""
+    heads = int(fields["num_attention_heads"])
+    for tp in (size for size in range(args.tp + 1, heads + 1) if heads % size == 0):
+        if footprint.weight_bytes(fields, folder, tp, layers).nbytes <= room:
+            return f"{tp - args.tp} more device{'s' if tp - args.tp > 1 else ''} for these layers (--tp {tp})"
+    return "more pipeline stages (a larger --pp)"
 
 
 def _weights_format(device: Device, fields: dict[str, Any]) -> str:

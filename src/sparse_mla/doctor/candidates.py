@@ -232,9 +232,13 @@ def _decisive(refusals: list[Outcome], outcomes: list[Outcome]) -> tuple[str, ..
     kept = [(text, way) for text, way in refusals[0].assumed if (text, way) in shared] if refusals else []
     decisive = [(text, way) for text, way in kept if any((text, way) not in other.assumed for other in others)]
     if not decisive:  # several ways lead to a refusal: name what was asked on them
-        asked = dict.fromkeys(text for outcome in refusals for text, _ in outcome.assumed)
-        return (f"a combination of these says so: {', '.join(asked)}",)
+        asked = dict.fromkeys(part for outcome in refusals for text, _ in outcome.assumed for part in _parts(text))
+        return (f"these are not as it wants them: {', '.join(asked)}",)
     return tuple(_condition(text, way) for text, way in decisive)
+
+
+def _parts(text: str) -> list[str]:
+    return [part for one in text.split(" or ") for part in one.split(" and ")]
 
 
 def _condition(text: str, way: bool) -> str:
