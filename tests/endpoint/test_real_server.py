@@ -211,7 +211,7 @@ def test_a_limit_that_is_a_lie_is_called_one(engine, verify):
 
 
 def test_a_busy_server_is_asked_again_and_verified(engine, verify):
-    with spoiling(engine.address, "429", "500", "cut") as url:
+    with spoiling(engine.address, "cut", "429", "500") as url:
         patient = ("--retries", "3", "--concurrency", "0")
         result = verify("--endpoint", url, *engine.options, *patient, lengths="500")
     assert result.code == 0, result.err
