@@ -101,6 +101,7 @@ def run(job: dict) -> dict:
     from sparse_mla.verify import transformers_child, vllm_child
 
     os.environ.update(job.get("env", {}))
+    gc.freeze()  # what imports made is never garbage, and vLLM collects nine times for each engine
     try:
         if "record" in job:
             return vllm_child.run({**job["record"], "engine": {**ENGINE, **job["record"]["engine"]}})
