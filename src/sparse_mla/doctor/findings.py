@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine_source.audit import FAULTY
 from .knowledge import SEVERITIES, in_range
+from .logs import printable
 from .selector import read
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .selector import Selection
 
 _NO_BACKEND = "no-sparse-backend"
+_MAX_EVIDENCE = 1000
 _WHOLE = re.compile(r"\d{1,18}")
 
 
@@ -225,7 +227,7 @@ def _finding(defect: Defect, standing: Standing, evidence: Evidence, lines: tupl
     return Finding(
         defect=defect,
         standing=standing,
-        evidence=lines,
+        evidence=tuple(printable(line, _MAX_EVIDENCE) for line in lines),
         remedies=offered(defect.remedies, evidence),
         threshold=threshold if isinstance(threshold, int) else None,
         line=line,

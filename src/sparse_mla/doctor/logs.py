@@ -32,6 +32,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u
 _ERROR = re.compile(
     r"\b[\w.]{0,80}(?:Error|Exception)\b|\bfatal error\b|\bcore dumped\b|\bMemory access fault\b"
     r"|\bWatchdog caught\b|\bSegmentation fault\b|\bBus error\b|\bKilled process\b|\bOOMKilled\b"
+    r"|\bFloating point exception\b|\bHSA_STATUS_ERROR|\b(?:CUDA|HIP) error\b"
 )
 _QUIET_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING")
 _MORE = tuple(
@@ -42,6 +43,7 @@ _MORE = tuple(
 _ERROR_WORDS = (
     *("Error", "Exception", "fatal error", "core dumped", "Memory access fault"),
     *("Watchdog caught", "Segmentation fault", "Bus error", "Killed process", "OOMKilled"),
+    *("Floating point exception", "HSA_STATUS_ERROR", "CUDA error", "HIP error"),
 )
 _LOUD_LEVELS = ("ERROR", "CRITICAL", "FATAL")
 _BREAKS = re.compile(r"\r\n|\n|\r")

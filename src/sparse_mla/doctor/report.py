@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "sparse-mla/doctor/1"
 _MAX_POSSIBLE = 6
+_TELLING = (
+    *("arch", "version:vllm", "model_type", "index_topk", "indexer_layers", "heads_per_rank", "tp", "pp", "dcp"),
+    *("kv_cache_dtype", "block_size", "max_num_batched_tokens", "max_model_len", "prompt_tokens"),
+)
 _UNKNOWN_FIX = (
     "Run `sparse-mla verify --endpoint URL` to find the first wrong stage, and report the block of `--report`."
 )
@@ -140,6 +144,7 @@ def sections(diagnosis: Diagnosis) -> list[Section]:
         _possible([item for item in secondary if item.standing is Standing.POSSIBLE]),
         Section(title="Checked and well", lines=diagnosis.well, tone="good"),
         Section(title="Notes", lines=diagnosis.notes),
+        _taken(diagnosis),
         Section(title="Here", lines=_here(diagnosis)),
     ]
     return [section for section in made if section.lines]
@@ -238,6 +243,15 @@ def _ours(diagnosis: Diagnosis) -> Section:
     if ours.serves and not ours.proved:
         lines.append("no end-to-end run is on record for this kind of device: SPARSE_MLA_VLLM=always asks for it")
     return Section(title=f"sparse-mla on {ours.arch}", lines=tuple(lines) or (ours.trouble,))
+
+
+def _taken(diagnosis: Diagnosis) -> Section:
+    """What the answer rests on, and who said so."""
+    facts = diagnosis.facts
+    known = [name for name in _TELLING if name in facts.values]
+    return Section(
+        title="Judged for", lines=tuple(f"{name}: {facts.values[name]} ({facts.sources[name]})" for name in known)
+    )
 
 
 def _here(diagnosis: Diagnosis) -> tuple[str, ...]:
