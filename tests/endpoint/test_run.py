@@ -469,6 +469,7 @@ def test_the_picture_of_the_terminal_shows_depths_and_the_verdict(verify):
         ["--chunk-tokens", "1,2"],
         ["--engine", "vllm"],
         ["--all-rows"],
+        ["--self-test"],
         ["--quick"],
         ["--tp", "1"],
         ["--device", "cpu"],

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from ..verify.report import writable, write_whole
 
     if args.endpoint:
-        _refuse(args, "no --endpoint beside it", "one", "engine", "quick", "backend", *_OPERATORS_ALONE)
+        _refuse(args, "no --endpoint beside it", "one", "engine", "self_test", "quick", "backend", *_OPERATORS_ALONE)
         return endpoint.run(args)
     endpoint.refuse_alone(args)
     if args.self_test:
