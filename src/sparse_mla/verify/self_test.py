@@ -107,7 +107,7 @@ class Caught:
             "needs": self.needs,
             "short": "clean" if not self.short else self.short[0].id,
             "caught_by": first.id if first else None,
-            "first_stage": first.what.partition(":")[0] if first else None,
+            "first_stage": first.what.partition(":")[0].removesuffix(" of every layer") if first else None,
             "evidence": first.detail if first else None,
             "escapes_without": list(self.fault.nets),
         }
@@ -211,8 +211,7 @@ def self_test(
         cases=tuple(one.facts() for one in caught),
         checks=(*(check for one in caught for check in one.checks()), clean),
         proved=(
-            f"{sum(one.ok for one in caught)} of {len(caught)} kinds of fault: nothing reported on {SHORT} tokens, caught "
-            "on a long prompt at the stage where they arise",
+            f"{sum(one.ok for one in caught)} of {len(caught)} faults: unseen when short, caught where they arise",
         ),
         not_proved=("other kinds of fault than those of the table",),
         seconds=time.monotonic() - began,

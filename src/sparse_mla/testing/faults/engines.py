@@ -55,7 +55,7 @@ def _step_under_too_small_a_key() -> Iterator[None]:
             return batch
         key = batch.query_lens, batch.seq_lens > batch.query_lens
         first = kept.setdefault(key, batch)
-        return replace(batch, visible_lens=first.visible_lens, seq_lens=first.seq_lens)
+        return replace(batch, visible_lens=first.visible_lens)
 
     with patched(metadata, "layout", cached):
         yield
