@@ -266,11 +266,9 @@ def difference(request: Request, answer: Answer) -> tuple[str, float]:
     same = next((step for step, (mine, theirs) in enumerate(pairs) if mine != theirs), len(right.tokens))
     logprobs = right.logprobs
     if same < len(right.tokens):
-        if request.seed is None and not right.gaps[same] <= 2 * TOLERANCE:
-            return (
-                f"token {same}: {answer.tokens[same]}, right is {right.tokens[same]} by {right.gaps[same]:.3g}",
-                math.inf,
-            )
+        gap = right.gaps[same]
+        if request.seed is None and not gap <= 2 * TOLERANCE:
+            return f"token {same}: {answer.tokens[same]}, right is {right.tokens[same]} by {gap:.3g}", gap
         logprobs = logprobs[:same] + forced(request.ids + answer.tokens, len(right.tokens) - same)
     moves = [abs(mine - theirs) for mine, theirs in zip(answer.logprobs, logprobs, strict=True)]
     wrong = [step for step, move in enumerate(moves) if not move <= TOLERANCE]
