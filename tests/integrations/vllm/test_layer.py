@@ -16,12 +16,13 @@ from sparse_mla.dims import MLADims
 from sparse_mla.errors import ConfigError
 from sparse_mla.integrations.vllm import layer_seams, seams
 from sparse_mla.quantize import quantize_index_q
-from sparse_mla.reference.write import decode_rows
+from sparse_mla.reference.write import decode_rows, encode_row
 from sparse_mla.testing.compare import check_attention, check_selection
 from sparse_mla.testing.inputs import Prompt, scattered_blocks, slots_for
 from sparse_mla.testing.tiny_model import tiny_config
 
 DIMS = MLADims.from_config(tiny_config())
+DEFINE = layer_seams.define_operator
 BLOCK, PADDING = 16, 5
 LENGTHS = (150, 90)
 STEPS = ((100, 40), (49, 0), (1, 50))
@@ -45,9 +46,11 @@ def plugin():
             patch.delitem(sys.modules, path, raising=False)
         bases = layer_seams.Bases(backend=object, impl=object, builder=Builder, metadata=object)
         patch.setattr(layer_seams, "attention_bases", lambda: bases)
-        for seam in ("define_operator", "draw_once_read"):
-            patch.setattr(layer_seams, seam, lambda *_args, **_named: None)
-        yield SimpleNamespace(**{name: import_module(path) for name, path in zip(names, paths, strict=True)})
+        registered = []
+        patch.setattr(layer_seams, "define_operator", lambda *args, **named: registered.append((args, named)))
+        patch.setattr(layer_seams, "draw_once_read", lambda: None)
+        modules = {name: import_module(path) for name, path in zip(names, paths, strict=True)}
+        yield SimpleNamespace(**modules, registered=registered)
         for path in paths:
             patch.delitem(sys.modules, path)
 
@@ -150,6 +153,7 @@ class Layer:
             for place in {0, count - 1} if count else ():
                 position, at = done + place, start + place
                 slots = slots_for(self.table[row], BLOCK, 0, position + 1).tolist()
+                self.judge_bytes(row, position, slots[-1])
                 keys, scale = decode_rows(CacheView.of(self.cache.kv_cache, self.index), slots)
                 query, weights = (
                     self.prompts[row].rows(name, position, position + 1) for name in ("index_q", "index_weights")
@@ -166,6 +170,20 @@ class Layer:
                 assert check_attention(at, out[at], None, q, latent, DIMS.softmax_scale) is None
             start += count
         self.done = [done + count for done, count in zip(self.done, counts, strict=True)]
+
+    def judge_bytes(self, row, position, slot):
+        """What the reference would have written for a token."""
+        kv_c, k_pe, index_k = (
+            self.prompts[row].rows(name, position, position + 1)[0] for name in ("kv_c", "k_pe", "index_k")
+        )
+        for cache, kind, values in (
+            (self.latent_cache, self.latent, torch.cat((kv_c, k_pe))),
+            (self.cache.kv_cache, self.index, index_k),
+        ):
+            view = CacheView.of(cache, kind)
+            for name, coded in encode_row(values, kind).items():
+                stored = view.field(name)[slot // BLOCK, slot % BLOCK].contiguous().view(torch.uint8)
+                assert bytes(stored.tolist()) == coded
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -236,6 +254,13 @@ def test_the_indexers_cache_gets_our_rows_our_metadata_and_an_operator(plugin, m
     assert operator.topk_indices_buffer is layer.indexer.topk_indices_buffer
 
 
+def test_the_operator_says_what_it_changes(plugin):
+    (((library, function), named),) = plugin.registered
+    assert isinstance(library, torch.library.Library)
+    assert function is plugin.indexer.vllm_index
+    assert named == {"mutates": "topk_indices"}
+
+
 def test_the_operator_fills_the_buffer_it_returns(plugin, monkeypatch):
     layer = Layer(plugin, monkeypatch)
     operator, seen = layer.taken[0][1], []
@@ -282,3 +307,65 @@ def test_what_vllm_asks_of_an_impl(plugin):
     assert backend.get_impl_cls() is impl
     assert backend.is_mla()
     assert not backend.supports_kv_connector()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Empty modules in the place of those that the seams import from."""
+
+    def put(name: str, **members) -> SimpleNamespace:
+        parts = name.split(".")
+        for stop in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:stop]), SimpleNamespace(__path__=[]))
+        module = SimpleNamespace(**members)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent = sys.modules[name.rpartition(".")[0]]
+        setattr(parent, parts[-1], module)
+        return module
+
+    return put
+
+
+def test_index_queries_pass_unchanged_on_a_cpu_and_go_to_vllm_elsewhere(vllm, monkeypatch):
+    def native(x, group_size, *args, **kwargs):
+        return "native", group_size, args, kwargs
+
+    model = vllm("vllm.model_executor.models.deepseek_v2", per_token_group_quant_fp8=native)
+    seen = []
+    monkeypatch.setattr(layer_seams, "first_time", lambda name: seen.append(name) or len(seen) == 1)
+    indexer = SimpleNamespace()
+    layer_seams.take_indexer(indexer, "operator")
+    patched = model.per_token_group_quant_fp8
+    assert indexer.indexer_op == "operator"
+    assert patched.__name__ == "native"
+    x = torch.randn(3, 4, 128)
+    same, scale = patched(x, 128, column_major_scales=False)
+    assert same is x
+    assert scale.shape == (3, 4, 1)
+    assert (scale == 1).all()
+    assert patched(x.to("meta"), 64, 1, b=2) == ("native", 64, (1,), {"b": 2})
+    layer_seams.take_indexer(indexer, "another")
+    assert indexer.indexer_op == "another"
+    assert model.per_token_group_quant_fp8 is patched
+
+
+def test_the_operator_is_registered_in_our_own_library(vllm):
+    asked = []
+    vllm("vllm.utils.torch_utils", direct_register_custom_op=lambda **named: asked.append(named))
+
+    def function(a, b):
+        raise AssertionError
+
+    DEFINE("library", function, mutates="b")
+    (registered,) = asked
+    assert (registered["op_name"], registered["op_func"]) == ("function", function)
+    assert (registered["mutates_args"], registered["target_lib"]) == (["b"], "library")
+    assert registered["fake_impl"](1, 2) is None
+
+
+def test_a_layer_is_found_by_its_name(vllm):
+    vllm(
+        "vllm.model_executor.layers.attention.attention",
+        get_attention_context=lambda name: ("metadata", f"layer {name}", "cache", "slots"),
+    )
+    assert layer_seams.layer_context("a.b") == ("metadata", "layer a.b")
