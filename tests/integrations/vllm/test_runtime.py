@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from sparse_mla.attention import SparseMLA
 from sparse_mla.backends.eager.attend import Attend
 from sparse_mla.backends.eager.select import Select
 from sparse_mla.backends.eager.write import Write
@@ -19,6 +20,7 @@ from sparse_mla.integrations.vllm.runtime import Runtime, require_schedule
 from sparse_mla.plan import make_plan
 from sparse_mla.problem import Problem
 from sparse_mla.testing.tiny_model import tiny_config
+from sparse_mla.workspace import Workspace
 
 TINY = MLADims.from_config(tiny_config())
 
@@ -130,6 +132,14 @@ def test_the_workspace_is_reserved_and_locked_before_the_first_call():
     assert arena.nbytes >= ours.plan.scratch_bytes > 0
     with pytest.raises(Exception, match="locked"):
         arena.reserve(arena.nbytes + 1)
+
+
+def test_kernels_are_compiled_and_scratch_is_touched_before_the_engine_measures_memory(monkeypatch):
+    done = []
+    monkeypatch.setattr(SparseMLA, "warm_up", lambda _: done.append("compiled"))
+    monkeypatch.setattr(Workspace, "fill", lambda _, byte: done.append(byte))
+    runtime()
+    assert done == ["compiled", 0]
 
 
 SHARED = MLADims.from_config(tiny_config(num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"]))
