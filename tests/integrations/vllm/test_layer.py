@@ -22,7 +22,7 @@ from sparse_mla.testing.inputs import Prompt, scattered_blocks, slots_for
 from sparse_mla.testing.tiny_model import tiny_config
 
 DIMS = MLADims.from_config(tiny_config())
-DEFINE = layer_seams.define_operator
+DEFINE, DRAW = layer_seams.define_operator, layer_seams.draw_once_read
 BLOCK, PADDING = 16, 5
 LENGTHS = (150, 90)
 STEPS = ((100, 40), (49, 0), (1, 50))
@@ -369,3 +369,33 @@ def test_a_layer_is_found_by_its_name(vllm):
         get_attention_context=lambda name: ("metadata", f"layer {name}", "cache", "slots"),
     )
     assert layer_seams.layer_context("a.b") == ("metadata", "layer a.b")
+
+
+def test_a_seed_draws_nothing_while_its_prompt_is_read(vllm, monkeypatch):
+    class Runner:
+        def __init__(self):
+            self.input_batch = SimpleNamespace(num_reqs=3, generators={0: "a", 1: "b", 2: "c"})
+            self.discard_request_mask = SimpleNamespace(np=torch.tensor([True, False, True, True]).numpy())
+
+        def sample_tokens(self, *args, **kwargs):
+            self.seen = dict(self.input_batch.generators), args, kwargs
+            if args == ("fail",):
+                raise RuntimeError
+            return "sampled"
+
+    vllm("vllm.v1.worker.gpu_model_runner", GPUModelRunner=Runner)
+    calls = []
+    monkeypatch.setattr(layer_seams, "first_time", lambda name: calls.append(name) or len(calls) == 1)
+    native = Runner.sample_tokens
+    DRAW()
+    patched = Runner.sample_tokens
+    assert patched is not native
+    DRAW()
+    assert Runner.sample_tokens is patched
+    runner = Runner()
+    assert runner.sample_tokens(7, some=8) == "sampled"
+    assert runner.seen == ({1: "b"}, (7,), {"some": 8})
+    assert runner.input_batch.generators == {0: "a", 1: "b", 2: "c"}
+    with pytest.raises(RuntimeError):
+        runner.sample_tokens("fail")
+    assert len(runner.input_batch.generators) == 3
