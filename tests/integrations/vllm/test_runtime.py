@@ -142,6 +142,15 @@ def test_kernels_are_compiled_and_scratch_is_touched_before_the_engine_measures_
     assert done == ["compiled", 0]
 
 
+def test_kernels_are_compared_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr("sparse_mla.integrations.vllm.runtime.differences", lambda _: compared.append("once") or [])
+    ours = runtime()
+    ours.prove()
+    ours.prove()
+    assert compared == ["once"]
+
+
 SHARED = MLADims.from_config(tiny_config(num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"]))
 
 
