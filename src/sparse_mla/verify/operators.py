@@ -129,7 +129,10 @@ class Operators:
 
     def lane(self, total: int | None = None) -> Lane:
         """Fresh objects, planned for ``total`` tokens; None: for the longest prompt."""
-        return Lane(self.plans if total is None else self._plans(total), self.device)
+        lane = Lane(self.plans if total is None else self._plans(total), self.device)
+        if total is None:  # what runs, where a kernel did not compile and the next backend took its stage
+            self.plans = {name: layer.plan for name, layer in lane.layers.items()}
+        return lane
 
     def chunked(self, length: int) -> tuple[tuple[ChunkPlan, ...], Rows]:
         """The chunk plans of a length, and the rows to look at."""
