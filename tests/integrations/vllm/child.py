@@ -95,17 +95,27 @@ def serve(job: dict) -> dict:
     }
 
 
+def record(job: dict) -> dict:
+    from sparse_mla.verify import vllm_child
+
+    return vllm_child.run({**job, "engine": {**ENGINE, **job["engine"]}})
+
+
+def by_transformers(job: dict) -> dict:
+    from sparse_mla.verify import transformers_child
+
+    return transformers_child.run(job)
+
+
 def run(job: dict) -> dict:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    from sparse_mla.verify import transformers_child, vllm_child
 
     os.environ.update(job.get("env", {}))
     gc.freeze()  # what imports made is never garbage, and vLLM collects nine times for each engine
     try:
         if "record" in job:
-            return vllm_child.run({**job["record"], "engine": {**ENGINE, **job["record"]["engine"]}})
-        return transformers_child.run(job["transformers"]) if "transformers" in job else serve(job)
+            return record(job["record"])
+        return by_transformers(job["transformers"]) if "transformers" in job else serve(job)
     except Exception as error:  # noqa: BLE001 (the test judges it)
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
