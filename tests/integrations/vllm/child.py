@@ -1,9 +1,9 @@
 """Runs a list of engine jobs in one process, because importing vLLM costs more than starting a tiny engine.
 
-A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env", "stale", "seeds":
-of each batch, None for greedy}. Its result is either {"error": "Type: text"} or {"batches": [[{"tokens", "logprobs",
-"prompt_logprobs", "cached"}, ...], ...], "preemptions", "modules"}. With "record" or "transformers" it is a job of one of
-verify's own children.
+A job is {"model", "engine": LLM arguments, "batches": [[prompt, ...], ...], "tokens", "logprobs", "env", "seeds": of each
+batch, None for greedy, "stale": the number of a batch that has the fault}. Its result is either {"error": "Type: text"} or
+{"batches": [[{"tokens", "logprobs", "prompt_logprobs", "cached"}, ...], ...], "preemptions", "modules"}. With "record" or
+"transformers" it is a job of one of verify's own children.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def serve(job: dict) -> dict:
     from vllm import LLM
 
     llm = LLM(job["model"], **{**ENGINE, **job.get("engine", {})})
-    seeds, wanted = job.get("seeds") or [None] * len(job["batches"]), job.get("logprobs", True)
-    with stale_indices() if job.get("stale") else nullcontext():
-        batches = [
-            generate(llm, batch, job["tokens"], wanted, seed) for batch, seed in zip(job["batches"], seeds, strict=True)
-        ]
+    seeds = job.get("seeds") or [None] * len(job["batches"])
+    batches = []
+    for number, (batch, seed) in enumerate(zip(job["batches"], seeds, strict=True)):
+        with stale_indices() if job.get("stale") == number else nullcontext():
+            batches.append(generate(llm, batch, job["tokens"], job.get("logprobs", True), seed))
     counted = job.get("engine", {}).get("disable_log_stats") is False
     metrics = {metric.name: metric for metric in (llm.get_metrics() if counted else ())}
     return {

@@ -70,7 +70,7 @@ def offline(run_jobs, model, server):
 
 
 @pytest.fixture(scope="module")
-def server(model):
+def server(vllm_root, model):
     """A server that is starting: its process, its address and its log."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
