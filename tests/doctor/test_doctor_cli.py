@@ -221,3 +221,14 @@ def test_faulty_code_does_not_explain_an_error_in_the_log(asks, tmp_path):
     _, result = asks("--log", log, "--vllm-source", source.installed().root.parent)
     assert result["verdict"] == "unknown"
     assert ("sparse-refused-on-cpu", "read") in [(item["id"], item["standing"]) for item in result["findings"]]
+
+
+def test_a_plugin_that_vllm_is_told_not_to_load_is_named(asks, tmp_path, monkeypatch):
+    log = write(tmp_path / "log", STARTUP)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,sparse_mla")
+    _, loaded = asks("--log", log)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    _, excluded = asks("--log", log)
+    named = [[finding["id"] for finding in result["findings"]] for result in (loaded, excluded)]
+    assert "plugin-excluded" not in named[0]
+    assert "plugin-excluded" in named[1]

@@ -14,7 +14,17 @@ from ..engine_source import tree as source
 from ..engine_source.audit import SOUND, audit
 from ..errors import NotCheckableError, UsageError
 from . import candidates, child, environment, longprefill, ours
-from .facts import LOG_FACTS, Facts, device_facts, from_config, from_environment, from_log, from_machine, plugin_mode
+from .facts import (
+    LOG_FACTS,
+    Facts,
+    device_facts,
+    from_config,
+    from_environment,
+    from_log,
+    from_machine,
+    from_plugins,
+    plugin_mode,
+)
 from .findings import Evidence, Finding, Standing, judge, offered
 from .flags import Options
 from .knowledge import load
@@ -190,6 +200,9 @@ def _facts(
         "packages", {k: v for k, v in from_machine(here, packages).items() if k.startswith(("version:", "engine"))}
     )
     facts.add("machine", from_machine(here, packages))
+    if not question.vllm_source:
+        builds = {name: build.version for name, build in source.distributions().items()}
+        facts.add("machine", from_plugins(builds, registered=environment.plugin_registered()))
     return facts
 
 
@@ -229,6 +242,7 @@ def _offers(tree: SourceTree, facts: Facts, question: Question) -> Offers | None
 def _split_covered(findings: list[Finding], facts: Facts, question: Question) -> tuple[list[Finding], list[str]]:
     """Findings, and sentences for those that the installed plugin takes care of by itself."""
     serves = not question.vllm_source and environment.plugin_registered() and plugin_mode() != "off"
+    serves = serves and not facts.values.get("plugin_excluded")
     proved = ours.proved(str(facts.values.get("arch"))) or plugin_mode() == "always"
     if not (serves and proved):
         return findings, []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_LOGITS_MB = 512  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB when nobody sets it
 _LOGITS_VARIABLE = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 _DEFAULT_TOPK = 2048
+_PLUGIN = "sparse_mla"
 _INT = re.compile(r"\d{1,15}")
 
 
@@ -134,6 +135,17 @@ def from_environment() -> dict[str, Fact]:
         "logits_mb": int(budget) if _INT.fullmatch(budget) else None,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1" or None,
     }
+
+
+def from_plugins(builds: Mapping[str, str], *, registered: bool) -> dict[str, Fact]:
+    """What keeps an installed plugin from serving here: vLLM is told not to load it, or is two vLLMs in one folder.
+
+    Args:
+        builds: version of every build of vLLM that is installed, by its name.
+    """
+    allowed = os.environ.get("VLLM_PLUGINS")
+    excluded = registered and allowed is not None and _PLUGIN not in allowed.split(",")
+    return {"plugin_excluded": excluded or None, "engine_versions": len(set(builds.values())) or None}
 
 
 def plugin_mode() -> str:
