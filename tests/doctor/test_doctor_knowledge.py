@@ -11,8 +11,10 @@ from sparse_mla.errors import UsageError
 
 DEFECTS = load()
 FACTS = {
-    "arch", "batch_invariant", "block_size", "calculate_kv_scales", "dcp", "dsa", "heads_per_rank", "hisparse", "index_head_dim",
-    "index_share", "index_topk", "kv_cache_dtype", "logits_mb", "max_model_len", "max_num_batched_tokens", "model_type", "pp",
+    "arch", "batch_invariant", "block_size", "calculate_kv_scales", "dcp", "dsa", "engine_versions", "heads_per_rank", "hisparse",
+    "index_head_dim",
+    "index_share", "index_topk", "kv_cache_dtype", "logits_mb", "max_model_len", "max_num_batched_tokens", "model_type",
+    "plugin_excluded", "pp",
     "quant_method", "sm", "speculative_tokens", "stage_starts_shared", "tp", "vendor",
 }  # fmt: skip
 
@@ -64,7 +66,7 @@ def test_rules_read_only_facts_that_something_provides():
 
 def test_options_in_commands_are_declared():
     """An option that a command uses but does not declare could be offered to a version that lacks it."""
-    ours = {"--endpoint", "--log", "--model", "--pp", "--force-reinstall"}
+    ours = {"--endpoint", "--log", "--model", "--pp", "--force-reinstall", "--no-deps"}
     for defect in DEFECTS:
         for remedy in defect.remedies:
             used = {word for word in remedy.command.split() if word.startswith("--")} - ours
