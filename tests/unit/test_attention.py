@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse_mla.attention import AttentionOutput, SparseMLA
+from sparse_mla.backends.eager.select import pick
 from sparse_mla.backends.table import TABLE
 from sparse_mla.batch import BatchLayout
 from sparse_mla.errors import CacheFormatError, ShapeError, WorkspaceError
@@ -260,3 +261,13 @@ def test_an_empty_call_of_every_verb(lane, layer):
     assert indices.shape == (0, 24)
     out = lane.operator.attend(asked.q, layer.latent, indices, nothing, 0.1, return_lse=True)
     assert (out.out.shape, out.lse.shape) == ((0, 4, 512), (0, 4))
+
+
+@pytest.mark.parametrize("topk", [40, 2048, 19_000])
+def test_picking_from_many_keys_is_a_stable_sort_however_many_are_wanted(topk):
+    """The first cut samples every fourth score here; wanting nearly all of them must not ask the sample for too much."""
+    scores = torch.randn(20_000, generator=torch.Generator().manual_seed(topk)).half().float()
+    picked, only_nan = pick(scores, topk)
+    wanted = scores.sort(descending=True, stable=True).indices[:topk].sort().values
+    assert torch.equal(picked, wanted)
+    assert not only_nan
