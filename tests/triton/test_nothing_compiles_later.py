@@ -25,7 +25,6 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("geometry", [GLM_TP4, FEW], ids=str)
 def test_no_step_compiles(compiled, geometry, deterministic):
