@@ -93,9 +93,14 @@ class Caught:
         return next(iter(self.long), None)
 
     @property
+    def in_place(self) -> bool:
+        """Caught when long, in the stage where it arises."""
+        return self.first is not None and self.first.id.split(".")[1] == self.fault.stage
+
+    @property
     def ok(self) -> bool:
-        """Clean when short, and caught when long, in the stage where it arises."""
-        return not self.short and self.first is not None and self.first.id.split(".")[1] == self.fault.stage
+        """Clean when short, and caught in its place when long."""
+        return not self.short and self.in_place
 
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
@@ -118,9 +123,14 @@ class Caught:
         what = f"{self.fault.what}: nothing is reported on a prompt of one pass"
         yield Check(id="self-test.short", case=self.fault.name, what=what, ok=not alarm, detail=alarm)
         found = f"{self.first.id}, which is not where it arises" if self.first else "no check failed"
-        caught = self.first is not None and self.first.id.split(".")[1] == self.fault.stage
         what = f"{self.fault.what}: caught at stage {self.fault.stage}"
-        yield Check(id="self-test.caught", case=self.fault.name, what=what, ok=caught, detail="" if caught else found)
+        yield Check(
+            id="self-test.caught",
+            case=self.fault.name,
+            what=what,
+            ok=self.in_place,
+            detail="" if self.in_place else found,
+        )
 
 
 def failures(options: OperatorOptions, kind: str, steps: Steps) -> list[Check]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_facts import engine
 
 from sparse_mla.cache import CacheView, fp8_ds_mla, index_fp8, plain
 from sparse_mla.dims import MLADims
@@ -55,32 +55,11 @@ def plugin():
             patch.delitem(sys.modules, path)
 
 
-def engine(**changes) -> seams.Engine:
-    facts = seams.Engine(
-        fields=tiny_config(),
-        dtype=torch.bfloat16,
-        fp8="fp8",
-        device=torch.device("cpu"),
-        kv_cache_dtype="auto",
-        mixed_kv_cache=False,
-        block_size=BLOCK,
-        max_num_tokens=512,
-        max_num_requests=4,
-        max_model_len=512,
-        tensor_parallel=1,
-        decode_context_parallel=1,
-        prefill_context_parallel=1,
-        kv_connector=None,
-        batch_invariant=False,
-    )
-    return replace(facts, **changes)
-
-
 class Layer:
     """One layer with its caches, its indexer, and two requests."""
 
     def __init__(self, plugin, monkeypatch, **changes):
-        facts = engine(**changes)
+        facts = engine(**{"block_size": BLOCK, "max_model_len": 512, "max_num_requests": 4} | changes)
         monkeypatch.setattr(seams, "current_engine", lambda: facts)
         monkeypatch.setattr(seams, "layer_names", dict)
         self.taken = []

@@ -7,39 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_facts import engine
 
 from sparse_mla.backends import table
 from sparse_mla.errors import BackendRejectedError, ConfigError, UsageError
 from sparse_mla.integrations.vllm import contract, engine_plan, plugin, seams, selection
 from sparse_mla.plan import make_plan
-from sparse_mla.testing.tiny_model import tiny_config
 
 REFUSAL = "Sparse Attention is not supported on CPU."
 
 
 def refuse() -> str:
     raise NotImplementedError(REFUSAL)
-
-
-def engine(**changes) -> seams.Engine:
-    facts = seams.Engine(
-        fields=tiny_config(),
-        dtype=torch.bfloat16,
-        fp8="fp8",
-        device=torch.device("cpu"),
-        kv_cache_dtype="auto",
-        mixed_kv_cache=False,
-        block_size=16,
-        max_num_tokens=512,
-        max_num_requests=8,
-        max_model_len=4096,
-        tensor_parallel=1,
-        decode_context_parallel=1,
-        prefill_context_parallel=1,
-        kv_connector=None,
-        batch_invariant=False,
-    )
-    return replace(facts, **changes)
 
 
 @pytest.fixture
