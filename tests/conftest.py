@@ -6,12 +6,18 @@ import os
 import signal
 from unittest import mock
 
+from hypothesis import HealthCheck, settings
+
 from sparse_mla.testing.plugin import add_options
 
 with mock.patch.dict(os.environ, {"OMP_WAIT_POLICY": "passive"}):  # read once, when torch loads its thread pool
     import torch
 
 torch.set_num_threads(1)
+
+# No property of this project is how fast an example is drawn or run, which on a shared machine says nothing.
+settings.register_profile("gate", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gate")
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_mla.doctor.expressions import Expression, ExpressionError
@@ -63,7 +63,6 @@ def test_names_leave_functions_out():
     assert Expression("max(a, 1) + b").names == {"a", "b"}
 
 
-@settings(deadline=None)
 @given(
     st.text(alphabet="abc01 ()+-*/%<>=!,'.[]{}:@&|^~andorti\n\\\0", max_size=60),
     st.dictionaries(st.sampled_from("abc"), st.integers()),

@@ -169,14 +169,14 @@ def test_printable_leaves_no_escape():
     assert len(printable("a" * 5000)) == 300
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=3000))
 def test_any_bytes(data):
     report = scan(io.BytesIO(data), KEYS, {"tp": (Signature("tensor_parallel_size={value:num}"),)})
     assert report.num_lines <= len(data) + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.text(alphabet=st.characters(blacklist_characters="\r\n", blacklist_categories=["Cs"]), max_size=40),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_mla.doctor.selector import read
@@ -69,7 +69,6 @@ def test_no_sparse_backend_at_all():
     assert (found.nearest, found.blocking, found.adjustable) == ("", (), False)
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ABC_: [],(){}=' abc\n", max_size=300), st.text(alphabet="abc_=1,' ", max_size=60))
 def test_any_text(reasons, config):
     read(config, reasons)

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import Model, Script
 
@@ -125,7 +125,6 @@ def test_too_short_a_length_says_what_it_needs():
         composer(id_meter(Model(Script()))).prompts(Recipe(key="a", length=50, nominal=50))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3000), st.lists(st.integers(1, 40), min_size=3, max_size=12), st.data())
 def test_spread_fills_exactly_and_in_order(filler, costs, data):
     length = sum(costs) + filler

@@ -29,7 +29,7 @@ def rows_of(plans, **changes):
     return query_rows(plans, **(given_ | changes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 60_000),
     st.lists(st.integers(1, 30_000), max_size=4),
@@ -48,7 +48,7 @@ def test_calls_cover_every_token_once(length, sizes, decoded, seed, strict):
         assert all(before[1] == after[0] for before, after in pairwise(calls))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(200, 40_000), st.integers(20, 20_000), st.integers(0, 9))
 def test_fast_mode_never_looks_at_so_few_rows_of_a_prefill_call_that_they_count_as_decode(length, size, seed):
     plans = chunk_plans(length, 4, (size,), seed=seed, strict=False)
