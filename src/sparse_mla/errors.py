@@ -61,8 +61,8 @@ class BackendRejectedError(SparseMLAError):
         super().__init__(f"{headline}:{lines}\n  {hint}" if self.reasons else f"{headline}. {hint}")
 
 
-class KernelCompileError(SparseMLAError):
-    """A kernel does not compile on this device; ``got`` holds the compiler's own words."""
+class KernelError(SparseMLAError):
+    """A kernel cannot serve on this device: it does not compile (``got`` is the compiler's own words) or its bits differ."""
 
 
 class NotCheckableError(SparseMLAError):

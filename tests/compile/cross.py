@@ -69,7 +69,7 @@ def record(call: Callable[[], None]) -> list[Launch]:
     found: dict[Launch, None] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        meta = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+        meta = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if name in options}
         constants = {name: value for name, value in options.items() if name not in meta}
         signature = tuple(_type(arg) for arg in args)
         found[Launch(kernel, signature, tuple(constants.items()), tuple(meta.items()))] = None

@@ -31,8 +31,7 @@ def worst_launches(device) -> dict[str, Launch]:
 def _named(name: str, constants: dict) -> str:
     if name == "attend_rows":
         kind = "split" if constants["SPLIT"] else "looped" if constants["PARTS"] > 1 else "whole"
-        stages = f", {constants['STAGES']} stages" if kind == "split" else ""
-        return f"{name}, {constants['HEADS']} heads, {kind}{stages}"
+        return f"{name}, {constants['HEADS']} heads, {kind}, {constants['STAGES']} stages"
     if name.startswith("score_"):
-        return f"{name}, {'sample' if constants['STRIDE'] else 'keep'}"
+        return f"{name}, {'sample' if constants['STRIDE'] else 'keep'}, {constants['KEYS']} keys"
     return name

@@ -10,10 +10,14 @@ import sys
 from dataclasses import replace
 
 import torch
+from reordered import Reordered
 
 from sparse_mla.backends.table import TABLE
 from sparse_mla.backends.triton import scratch
-from sparse_mla.cache import index_fp8
+from sparse_mla.backends.triton.agreement import scores_agree
+from sparse_mla.backends.triton.select import Select
+from sparse_mla.cache import index_fp8, plain
+from sparse_mla.device import Device
 from sparse_mla.testing.candidates import Candidate
 from sparse_mla.testing.conformance import empty, layout
 from sparse_mla.testing.conformance.rows import prompts_of
@@ -62,6 +66,17 @@ def exact_path(judged):
     prefill(judged, FP8)
 
 
+def agreement(judged):
+    """The score kernels add in one order; and one that adds in another is noticed."""
+    del judged
+    device = Device.named("cpu")
+    for geometry in (FP8, replace(FP8, index=plain(64, "f32"))):
+        problem = geometry.problem(max_num_tokens=128, max_num_requests=128, max_model_len=512)
+        for kind, same in ((Select, True), (Reordered, False)):
+            if scores_agree(kind(problem, device), problem, device, torch.device("cpu")) != same:
+                raise AssertionError(f"{geometry.index.encoding}: {kind.__name__} does not give {same}")
+
+
 def prefill(judged, geometry):
     """Two prompts whose scores tie, in one call and in fast mode: some rows of them against the reference."""
     prompts = prompts_of(geometry, "tied", (84, 18))
@@ -76,7 +91,7 @@ def prefill(judged, geometry):
         demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
 
 
-GROUPS = (write_bytes, index_lists, ties_and_limits, exact_path)
+GROUPS = (write_bytes, index_lists, agreement, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

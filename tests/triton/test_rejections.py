@@ -15,7 +15,7 @@ from sparse_mla.backends.table import TABLE, TRITON_ARCHS
 from sparse_mla.backends.triton import launch
 from sparse_mla.cache import index_fp8
 from sparse_mla.device import Device
-from sparse_mla.errors import BackendRejectedError, KernelCompileError
+from sparse_mla.errors import BackendRejectedError, KernelError
 from sparse_mla.plan import make_plan
 from sparse_mla.problem import Stage
 from sparse_mla.resolve import resolve
@@ -86,7 +86,7 @@ class Uncompilable(Attend):
     """An attend kernel whose compiler fails."""
 
     def warm_up(self, where):
-        raise KernelCompileError("attend_rows", needs="a device for which it compiles", got="out of shared memory")
+        raise KernelError("attend_rows", needs="to compile", got="out of shared memory")
 
 
 EAGER = tuple(row for row in TABLE if row.name == "eager")
@@ -116,12 +116,12 @@ def answer(operator):
 def test_under_auto_the_next_row_serves_and_says_so():
     operator, plain = lane((FIRST, *EAGER)), lane(EAGER)
     assert operator.plan.attend.row.name == "first"
-    text = 'backend "first" cannot run stage "attend": kernel  needs to compile on cpu, got out of shared memory; eager runs it'
+    text = 'backend "first" cannot run stage "attend": attend_rows on cpu  needs to compile, got out of shared memory; eager runs it'
     with pytest.warns(RuntimeWarning, match=text):
         operator.warm_up()
     assert operator.plan.describe() == plain.plan.describe()
     assert [str(reason) for reason in operator.plan.attend.resolution.verdicts[0].reasons] == [
-        "kernel  needs to compile on cpu, got out of shared memory"
+        "attend_rows on cpu  needs to compile, got out of shared memory"
     ]
     got, wanted = answer(operator), answer(plain)
     assert torch.equal(got.out, wanted.out)
@@ -164,7 +164,7 @@ class Kernel:
     ],
 )
 def test_what_triton_raises_is_told_as_a_kernel_that_does_not_compile(error):
-    with pytest.raises(KernelCompileError, match="score_rows: needs a device for which it compiles, got ") as caught:
+    with pytest.raises(KernelError, match="score_rows: needs to compile, got ") as caught:
         launch.launch(Kernel(error), (1,))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is error

@@ -2,7 +2,8 @@
 
 A program takes one token and a tile of its heads. The list is cut into segments that start at fixed places. Where few
 tokens would leave the device idle each segment is a program of its own, and ``merge_parts`` adds them up; elsewhere one
-program walks over the segments and adds them up in the same order with the same operations: the bits agree.
+program walks over the whole list and, between segments, adds them up in the same order with the same operations: the bits
+agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from ...batch import BatchLayout
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
-from .launch import launch
+from .launch import early, follow, launch
 from .operands import TRITON_TYPES, Rows, empty_view, row_stride, rows_of, torch_dtype
 from .runs import Run, runs
 from .scratch import attend_buffers
@@ -53,12 +54,14 @@ def locate(
     PLACES: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a token: where the rows of its list are, without the −1 and whatever else is no position.
 
     Done once, in one layout: in the loop of ``attend_rows`` each thread would repeat it for half of the rows of a tile.
     The rest of the line repeats the first place, so that loads need no mask and no other row's NaN is read.
     """
+    follow(EARLY)
     local = tl.program_id(0)
     row = (first_row + local).to(tl.int64)
     request = tl.load(requests + row)
@@ -68,13 +71,15 @@ def locate(
     blocks = block_table + tl.maximum(request, 0).to(tl.int64) * table_stride
     block = tl.load(blocks + position // BLOCK_SIZE, mask=valid, other=0)
     place = block * block_stride + position % BLOCK_SIZE * ROW_STRIDE
-    one = valid.to(tl.int32)
-    order = tl.cumsum(one, 0) - one
-    count = tl.sum(one, 0)
-    first = tl.max(tl.where(valid & (order == 0), place, 0), 0)
     line = places + local.to(tl.int64) * PLACES
-    tl.store(line + order, place, mask=valid)
-    tl.store(line + slot, first, mask=slot >= count)
+    count = tl.sum(valid.to(tl.int32), 0)
+    first = tl.max(tl.where(valid & (slot == tl.min(tl.where(valid, slot, PLACES), 0)), place, 0), 0)
+    if tl.max(tl.where(valid, slot, -1), 0) + 1 == count:  # as select leaves it: no gaps to close
+        tl.store(line + slot, tl.where(valid, place, first))
+    else:
+        order = tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(line + order, place, mask=valid)
+        tl.store(line + slot, first, mask=slot >= count)
     tl.store(counts + local, count)
 
 
@@ -106,42 +111,32 @@ def store_result(out, lse, row, head, peak, mass, total, HEADS: tl.constexpr, RA
 
 
 @triton.jit
-def attend_list(
+def take_rows(
     asked,
     asked_rope,
-    latent,
-    places,
-    begin,
-    end,
+    start,
+    inside,
+    peak,
+    mass,
+    total,
     scale,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    UNIT: tl.constexpr,
     OPERAND: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Maximum ``[HEADS]`` (base 2), mass ``[HEADS]`` and unnormalised output ``[HEADS, RANK]`` over a part of the list."""
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
-    mass = tl.zeros((HEADS,), tl.float32)
-    total = tl.zeros((HEADS, RANK), tl.float32)
-    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
-        slot = first + tl.arange(0, KEYS)
-        start = latent + tl.load(places + slot).to(tl.int64)[:, None] * UNIT
-        values = tl.load(start + tl.arange(0, RANK)[None, :]).to(OPERAND)
-        score = tl.dot(asked, tl.trans(values), input_precision="ieee")
-        if ROPE:
-            rope = tl.load(start + (RANK + tl.arange(0, ROPE))[None, :]).to(OPERAND)
-            score = tl.dot(asked_rope, tl.trans(rope), score, input_precision="ieee")
-        score = tl.where((slot < end)[None, :], score * scale, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1))
-        old = tl.exp2(peak - finite(top))
-        weight = tl.exp2(score - finite(top)[:, None])
-        mass = mass * old + tl.sum(weight, 1)
-        total = tl.dot(weight.to(OPERAND), values, total * old[:, None], input_precision="ieee")
-        peak = top
-    return peak, mass, total
+    """Add the cache rows that begin at ``start [N, 1]`` to a softmax: maximum (base 2), mass and unnormalised output."""
+    values = tl.load(start + tl.arange(0, RANK)[None, :]).to(OPERAND)
+    score = tl.dot(asked, tl.trans(values), input_precision="ieee")
+    if ROPE:
+        rope = tl.load(start + (RANK + tl.arange(0, ROPE))[None, :]).to(OPERAND)
+        score = tl.dot(asked_rope, tl.trans(rope), score, input_precision="ieee")
+    score = tl.where(inside[None, :], score * scale, float("-inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    old = tl.exp2(peak - finite(top))
+    weight = tl.exp2(score - finite(top)[:, None])
+    mass = mass * old + tl.sum(weight, 1)
+    total = tl.dot(weight.to(OPERAND), values, total * old[:, None], input_precision="ieee")
+    return top, mass, total
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -172,11 +167,13 @@ def attend_rows(
     VECTOR: tl.constexpr,
     OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Axis 0: token by token, the head tiles of a token side by side so that they share its rows in the cache.
 
     With SPLIT axis 1 is the segment, and parts are stored; else all PARTS segments are merged here.
     """
+    follow(EARLY)
     TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     local = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(0) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -190,28 +187,23 @@ def attend_rows(
     peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
     mass = tl.zeros((HEAD_TILE,), tl.float32)
     total = tl.zeros((HEAD_TILE, RANK), tl.float32)
-    for segment in range(tl.program_id(1), tl.program_id(1) + 1 if SPLIT else PARTS):
-        begin = segment * SEGMENT
-        new_peak, new_mass, new_total = attend_list(
-            asked,
-            asked_rope,
-            latent,
-            places + local * PLACES,
-            begin,
-            tl.minimum(begin + SEGMENT, count),
-            scale * LOG2_E,
-            RANK,
-            ROPE,
-            HEAD_TILE,
-            KEYS,
-            UNIT,
-            OPERAND,
-            STAGES,
+    whole_peak, whole_mass, whole_total = peak, mass, total
+    begin = tl.program_id(1) * SEGMENT if SPLIT else 0
+    end = tl.minimum(begin + SEGMENT, count) if SPLIT else count
+    # One loop over all segments: the rows of the next one are on their way while one is added up.
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        if not SPLIT and PARTS > 1 and first % SEGMENT == 0:
+            whole_peak, whole_mass, whole_total = merged(whole_peak, whole_mass, whole_total, peak, mass, total)
+            peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
+            mass = tl.zeros((HEAD_TILE,), tl.float32)
+            total = tl.zeros((HEAD_TILE, RANK), tl.float32)
+        slot = first + tl.arange(0, KEYS)
+        start = latent + tl.load(places + local * PLACES + slot).to(tl.int64)[:, None] * UNIT
+        peak, mass, total = take_rows(
+            asked, asked_rope, start, slot < end, peak, mass, total, scale * LOG2_E, RANK, ROPE, OPERAND
         )
-        if SPLIT or PARTS == 1:
-            peak, mass, total = new_peak, new_mass, new_total
-        else:
-            peak, mass, total = merged(peak, mass, total, new_peak, new_mass, new_total)
+    if not SPLIT and PARTS > 1:
+        peak, mass, total = merged(whole_peak, whole_mass, whole_total, peak, mass, total)
     if SPLIT:
         line = (local * PARTS + tl.program_id(1)) * HEADS + head
         tl.store(part + (line * RANK)[:, None] + tl.arange(0, RANK)[None, :], total, mask=real)
@@ -234,8 +226,10 @@ def merge_parts(
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     RANK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add up the parts of a token (axis 0) and a tile of its heads (axis 1), in order."""
+    follow(EARLY)
     local = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     real = head < HEADS
@@ -267,8 +261,11 @@ class Attend:
         workspace.reserve(packed_bytes(specs))
         view = empty_view(problem.latent, problem.latent_block_size, where)
         dtype = torch_dtype(problem.dtype)
-        split = self._split.rows  # the most that is split; one row leaves most of the device idle
-        for query_lens in ((1,), (1,) * split, (1,) * (split + 1), (DECODE_THRESHOLD + 1,)):
+        split, units = self._split.rows, self._device.units
+        many = max(units, DECODE_THRESHOLD) + 1
+        # At these numbers of rows it changes how they are split and how far ahead they are fetched.
+        decoding = [(1,) * rows for rows in (1, split, split + 1, units + 1)]
+        for query_lens in (*decoding, (DECODE_THRESHOLD + 1,), (many,)):
             rows = sum(query_lens)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
             batch = BatchLayout(
@@ -329,6 +326,7 @@ class Attend:
             PLACES=scratch["places"].shape[1],
             ROW_STRIDE=latent.row_stride,
             BLOCK_SIZE=block_size,
+            **early(self._device),
             num_warps=4,
         )
 
@@ -351,7 +349,7 @@ class Attend:
         split = not run.prefill and self._split.parts > 1 and rows <= self._split.rows
         whole = {"SEGMENT": scratch["places"].shape[1], "PARTS": 1}
         grid = (rows * -(-dims.num_heads // tile.heads), self._split.parts if split else 1)
-        alone = split and grid[0] * grid[1] <= self._device.units
+        lone = grid[0] * grid[1] <= self._device.units
         launch(
             attend_rows,
             grid,
@@ -374,7 +372,8 @@ class Attend:
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
-            STAGES=tile.split_stages if alone else tile.stages,
+            STAGES=tile.lone_stages if lone else tile.stages,
+            **early(self._device),
             num_warps=tile.warps,
         )
         if split:
@@ -388,5 +387,6 @@ class Attend:
                 **shape,
                 PARTS=self._split.parts,
                 HEAD_TILE=group,
+                **early(self._device),
                 num_warps=4,
             )

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
-from ...errors import KernelCompileError
+from ...errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ...device import Device
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which knows no assembly."""
@@ -34,9 +38,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: d
         kernel[grid](*arguments(args, _ROCM), **options)
     except (triton.TritonError, RuntimeError) as error:
         if isinstance(error, triton.TritonError) or _FAILED in str(error):
-            raise KernelCompileError(
-                kernel.fn.__name__, needs="a device for which it compiles", got=_last(error)
-            ) from error
+            raise KernelError(kernel.fn.__name__, needs="to compile", got=_last(error)) from error
         raise
 
 
@@ -46,6 +48,23 @@ def _last(error: Exception) -> str:
 
 
 start: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] = _start
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr):
+    """First in a kernel that may start early: wait for the one before it, then let the one behind it start early."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def early(device: Device) -> dict[str, bool]:
+    """Options with which a kernel starts while the one before it ends, where the device can (sm90 and later).
+
+    The kernel must begin with ``follow``: until then nothing that an earlier kernel wrote may be read, or read by it written.
+    """
+    can = device.kind == "cuda" and int(device.arch.removeprefix("sm")) >= 90 and not INTERPRETED
+    return {"EARLY": can} | ({"launch_pdl": True} if can else {})
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

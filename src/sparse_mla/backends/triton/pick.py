@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .encoding import ordered
-from .scores import COUNTER_WORDS, SLICED, load_keys, row_scores, sampled_position
+from .launch import follow
+from .scores import COUNTER_WORDS, SLICED, load_keys, load_row, row_scores, sampled_position
 
 LAST = tl.constexpr(2**31 - 1)
 RUNTIME = [
@@ -27,15 +28,41 @@ RUNTIME = [
 
 
 @triton.jit
+def not_below(key, low, step):
+    """Of each key, in 21 bits each, whether it is not below low + step, low + 2 step and low + 3 step: to be summed."""
+    first, second, third = key >= low + step, key >= low + 2 * step, key >= low + 3 * step
+    return first.to(tl.int64) + (second.to(tl.int64) << 21) + (third.to(tl.int64) << 42)
+
+
+@triton.jit
+def count_of(sums, number: tl.constexpr):
+    """The sum over the ``number``-th of the three values of ``not_below``."""
+    return ((sums >> (21 * number)) & 0x1FFFFF).to(tl.int32)
+
+
+@triton.jit
+def narrowed(low, high, step, first, second, third, wanted):
+    """One step of a search in [low, high] for what parts the ``wanted`` largest keys from the rest.
+
+    ``first``, ``second`` and ``third`` keys are not below low + step, low + 2 step and low + 3 step. Where these are just
+    as many as wanted the search is over, though no key may have that value.
+    """
+    quarter = (first >= wanted).to(tl.uint32) + (second >= wanted).to(tl.uint32) + (third >= wanted).to(tl.uint32)
+    exact = (first == wanted) | (second == wanted) | (third == wanted)
+    found = low + quarter * step
+    return found, tl.where(exact, found, tl.where(quarter == 3, high, found + step - 1))
+
+
+@triton.jit
 def nth_largest(key, count):
-    """The ``count``-th largest of uint32 keys, bit by bit; 0 if ``count`` is 0 or there are fewer above 0."""
-    found = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        tried = found | bit
-        found = tl.where(tl.sum((key >= tried).to(tl.int32), 0) >= count, tried, found)
-        bit = bit >> 1
-    return tl.where(count > 0, found, 0)
+    """The ``count``-th largest of uint32 keys, as many of which are above 0; 0 if none is."""
+    high = tl.max(key, 0)
+    low = tl.min(tl.where(key > 0, key, high), 0)
+    while low < high:
+        step = ((high - low) >> 2) + 1
+        sums = tl.sum(not_below(key, low, step), 0)
+        low, high = narrowed(low, high, step, count_of(sums, 0), count_of(sums, 1), count_of(sums, 2), count)
+    return tl.min(tl.where(key >= low, key, 0xFFFFFFFF), 0)
 
 
 @triton.jit
@@ -62,11 +89,13 @@ def set_limits(
     CAPACITY: tl.constexpr,
     STRIDE: tl.constexpr,
     SAMPLES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a row: its limit is the RANK-th best of its sample; none if the sample is smaller.
 
     Also starts the counters: how many candidates each row keeps, and how many rows failed.
     """
+    follow(EARLY)
     local = tl.program_id(0)
     _, visible = row_visible(requests, visible_lens, first_row + local, table_width, BLOCK_SIZE)
     tl.store(kept + local * COUNTER_WORDS, 0)
@@ -106,10 +135,13 @@ def pick(
     table_width,
     out_stride,
     TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program a row: the TOPK best of its candidates, in no order; or the row goes on the list of failed ones."""
+    """One program a row: the TOPK best of its candidates, ascending, then −1; or the row goes on the list of failed ones."""
+    follow(EARLY)
     local = tl.program_id(0)
     row = (first_row + local).to(tl.int64)
     _, visible = row_visible(requests, visible_lens, row, table_width, BLOCK_SIZE)
@@ -134,21 +166,15 @@ def pick(
             tie = tie & (near >= nth_largest(near, room))
         taken = (above | tie).to(tl.int32)
         place = tl.cumsum(taken, 0) - taken
-        tl.store(out + row * out_stride + place, position, mask=taken > 0)
+        line = out + row * out_stride
+        tl.store(line + place, position, mask=taken > 0)
         tl.store(lens + row, count)
+        tl.debug_barrier()  # stored positions are read by other threads
+        slot = tl.arange(0, TOPK_PADDED)
+        ascending = tl.sort(tl.load(line + slot, mask=slot < count, other=LAST))
+        tl.store(line + slot, tl.where(slot < count, ascending, -1), mask=slot < TOPK)
         if (count == 0) & (visible > 0):
             tl.atomic_add(nan_rows, 1, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
-def sort_rows(out, lens, first_row, out_stride, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
-    """One program a row: its picked positions in ascending order, then −1."""
-    row = (first_row + tl.program_id(0)).to(tl.int64)
-    count = tl.load(lens + row)
-    slot = tl.arange(0, TOPK_PADDED)
-    target = out + row * out_stride + slot
-    ascending = tl.sort(tl.load(target, mask=slot < count, other=LAST))
-    tl.store(target, tl.where(slot < count, ascending, -1), mask=slot < TOPK)
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
@@ -177,9 +203,11 @@ def pick_failed(
     TOPK: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
+    LEVELS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -187,20 +215,25 @@ def pick_failed(
     ENCODING: tl.constexpr,
     QUERY_ENCODING: tl.constexpr,
     OPERAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows whose limit let too few or too many pass: all scores of a row in a slot of the pool, and the best of them.
 
     Always started; without such rows its programs find an empty list and leave. A program has one slot, and takes every
     num_programs-th row.
     """
+    follow(EARLY)
     program = tl.program_id(0)
     for item in range(program, tl.load(failed), tl.num_programs(0)):
         local = tl.load(failed + 1 + item)
         row = (first_row + local).to(tl.int64)
         request, visible = row_visible(requests, visible_lens, row, table_width, BLOCK_SIZE)
+        asked, weight = load_row(
+            query, weights, row, query_stride, weight_stride, HEADS, HEADS_PADDED, DIM, QUERY_ENCODING, OPERAND
+        )
         slot = pool + program.to(tl.int64) * slot_words
         tl.debug_barrier()  # the slot may still be read for the row before
-        for first in range(0, visible, KEYS):
+        for first in tl.range(0, visible, KEYS, num_stages=STAGES):
             position = first + tl.arange(0, KEYS)
             keys, key_scale = load_keys(
                 values,
@@ -218,39 +251,26 @@ def pick_failed(
                 ENCODING,
                 OPERAND,
             )
-            score = row_scores(
-                query,
-                weights,
-                keys,
-                key_scale,
-                row,
-                query_stride,
-                weight_stride,
-                HEADS,
-                HEADS_PADDED,
-                DIM,
-                QUERY_ENCODING,
-                OPERAND,
-            )
+            score = row_scores(keys, key_scale, asked, weight, HEADS, HEADS_PADDED, LEVELS)
             tl.store(slot + position, score, mask=position < visible)
         tl.debug_barrier()  # stored scores are read by other threads
-        count = tl.minimum(count_from(slot, visible, tl.full((), 1, tl.uint32), WIDTH), TOPK)
-        least = tl.full((), 0, tl.uint32)
-        bit = tl.full((), 0x80000000, tl.uint32)
-        for _ in range(32):
-            tried = least | bit
-            least = tl.where(count_from(slot, visible, tried, WIDTH) >= count, tried, least)
-            bit = bit >> 1
+        low, high, seen = extent(slot, visible, WIDTH)
+        count = tl.minimum(seen, TOPK)
+        while low < high:
+            step = ((high - low) >> 2) + 1
+            first, second, third = counted(slot, visible, low, step, WIDTH)
+            low, high = narrowed(low, high, step, first, second, third, count)
         # No key is the largest uint32 (it would be a NaN), so the next one exists.
-        room = count - count_from(slot, visible, least + 1, WIDTH)
+        above, _, _ = counted(slot, visible, low, tl.full((), 1, tl.uint32), WIDTH)
+        room = count - above
         placed = tl.full((), 0, tl.int32)
         ties = tl.full((), 0, tl.int32)
         for first in range(0, tl.where(count > 0, visible, 0), WIDTH):
             position = first + tl.arange(0, WIDTH)
             inside = position < visible
             key = ordered(tl.load(slot + position, mask=inside, other=0.0), inside)
-            tie = (key == least).to(tl.int32)
-            taken = ((key > least) | ((tie > 0) & (ties + tl.cumsum(tie, 0) <= room))).to(tl.int32)
+            tie = (key == low).to(tl.int32)
+            taken = ((key > low) | ((tie > 0) & (ties + tl.cumsum(tie, 0) <= room))).to(tl.int32)
             place = placed + tl.cumsum(taken, 0) - taken
             tl.store(out + row * out_stride + place, position, mask=taken > 0)
             placed += tl.sum(taken, 0)
@@ -264,11 +284,28 @@ def pick_failed(
 
 
 @triton.jit
-def count_from(slot, visible, least, WIDTH: tl.constexpr):
-    """How many of a row's scores have an ordered key of ``least`` or more."""
+def extent(slot, visible, WIDTH: tl.constexpr):
+    """The least and the largest ordered key of a row's scores, and how many there are: NaN are none."""
+    least = tl.full((WIDTH,), 0xFFFFFFFF, tl.uint32)
+    largest = tl.zeros((WIDTH,), tl.uint32)
     total = tl.zeros((WIDTH,), tl.int32)
     for first in tl.range(0, visible, WIDTH, num_stages=3):
         position = first + tl.arange(0, WIDTH)
         inside = position < visible
-        total += (ordered(tl.load(slot + position, mask=inside, other=0.0), inside) >= least).to(tl.int32)
-    return tl.sum(total, 0)
+        key = ordered(tl.load(slot + position, mask=inside, other=0.0), inside)
+        total += (key > 0).to(tl.int32)
+        largest = tl.maximum(largest, key)
+        least = tl.minimum(least, tl.where(key > 0, key, 0xFFFFFFFF))
+    high = tl.max(largest, 0)
+    return tl.minimum(tl.min(least, 0), high), high, tl.sum(total, 0)
+
+
+@triton.jit
+def counted(slot, visible, low, step, WIDTH: tl.constexpr):
+    """How many of a row's scores are not below low + step, low + 2 step and low + 3 step."""
+    sums = tl.zeros((WIDTH,), tl.int64)
+    for first in tl.range(0, visible, WIDTH, num_stages=3):
+        position = first + tl.arange(0, WIDTH)
+        inside = position < visible
+        sums += not_below(ordered(tl.load(slot + position, mask=inside, other=0.0), inside), low, step)
+    return tl.sum(count_of(sums, 0), 0), tl.sum(count_of(sums, 1), 0), tl.sum(count_of(sums, 2), 0)

@@ -14,6 +14,7 @@ import triton.language as tl
 from . import scratch
 from .encoding import decoded
 from .keep import keep, keep_in_place
+from .launch import follow
 
 RUNTIME = [
     "first_row",
@@ -40,11 +41,9 @@ def sampled_position(sample, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def run_stop(requests, index, start, COUNT: tl.constexpr):
-    """Where the run of equal requests that begins at ``start`` ends, and the request."""
-    request = tl.sum(tl.where(index == start, requests, 0), 0)
-    other = (index > start) & (requests != request)
-    return request, tl.min(tl.where(other, index, COUNT), 0)
+def add_head(total, product, weight):
+    """One step of ``Σ_h weight[h] · relu(q[h] · k)``. Both kernels take it head after head: so their scores are equal."""
+    return tl.fma(tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL), weight, total)
 
 
 @triton.jit
@@ -91,13 +90,13 @@ def score_tiles(
     pool,
     candidates,
     first_row,
-    stop_row,
     query_stride,
     weight_stride,
     table_stride,
     table_width,
     block_stride,
     scale_block_stride,
+    stop_row,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -115,6 +114,7 @@ def score_tiles(
     SEVERAL: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows [first_row, stop_row): a tile of KEYS keys (axis 0) by a tile of ROWS rows (axis 1), head after head.
 
@@ -122,6 +122,7 @@ def score_tiles(
     what the compiler would keep in registers across it costs a third of the programs that fit.
     With STRIDE 0 all keys are scored and the candidates kept; else one key in STRIDE, and its score stored.
     """
+    follow(EARLY)
     index = tl.arange(0, ROWS)
     base = tl.program_id(1) * ROWS
     row = first_row + base + index
@@ -171,7 +172,7 @@ def score_tiles(
         asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
         product = tl.dot(asked, turned, input_precision="ieee")
         weight = tl.load(weight_at + head)
-        total += tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
+        total = add_head(total, product, weight[:, None])
     score = total * key_scale[None, :]
     local = base + index
     if STRIDE:
@@ -192,11 +193,15 @@ def score_tiles(
 
 
 @triton.jit
-def row_scores(
+def nothing():
+    """An empty tuple to add to: Triton does not unpack one into another, and mypy would type a literal as empty for good."""
+    return ()
+
+
+@triton.jit
+def load_row(
     query,
     weights,
-    keys,
-    key_scale,
     row,
     query_stride,
     weight_stride,
@@ -206,72 +211,35 @@ def row_scores(
     QUERY_ENCODING: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Scores ``[N]`` of one row against keys ``[N, DIM]``, all index heads in one product."""
+    """What one row asks: its queries ``[DIM, HEADS_PADDED]``, ready to multiply, and a tuple of its HEADS weights."""
     head, dim = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM)
     line = row * query_stride * DIM + head * DIM
     asked = tl.load(query + line[None, :] + dim[:, None], mask=(head < HEADS)[None, :], other=0.0)
-    asked = decoded(asked, QUERY_ENCODING).to(OPERAND)
-    weight = tl.load(weights + row * weight_stride + head, mask=head < HEADS, other=0.0)
-    product = tl.dot(keys, asked, input_precision="ieee")
-    part = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-    if HEADS != HEADS_PADDED:  # a NaN or inf in the key would reach the sum through the padding
-        part = tl.where((head < HEADS)[None, :], part, 0.0)
-    return tl.sum(part, 1) * key_scale
+    weight = nothing()
+    for i in tl.static_range(HEADS):
+        weight = weight + (tl.load(weights + row * weight_stride + i),)
+    return decoded(asked, QUERY_ENCODING).to(OPERAND), weight
 
 
 @triton.jit
-def score_row(
-    query,
-    weights,
-    keys,
-    key_scale,
-    number,
-    position,
-    reach,
-    visible_lens,
-    limits,
-    limit_positions,
-    kept,
-    pool,
-    candidates,
-    first_row,
-    local,
-    query_stride,
-    weight_stride,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    QUERY_ENCODING: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Score one row against loaded keys; store the sample's scores, or keep what reaches the row's limit."""
-    row = (first_row + local).to(tl.int64)
-    visible = tl.minimum(tl.load(visible_lens + row), reach)
-    score = row_scores(
-        query,
-        weights,
-        keys,
-        key_scale,
-        row,
-        query_stride,
-        weight_stride,
-        HEADS,
-        HEADS_PADDED,
-        DIM,
-        QUERY_ENCODING,
-        OPERAND,
-    )
-    if STRIDE:
-        wanted = (position < visible) & (visible > CAPACITY) & (number < SAMPLES)
-        tl.store(pool + local * SAMPLES + number, score, mask=wanted)
-    else:
-        limit, limit_position = tl.load(limits + local), tl.load(limit_positions + local)
-        tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
-        keep(score, position, visible, limit, limit_position, tickets, candidates, local * CAPACITY, CAPACITY)
+def row_scores(keys, key_scale, asked, weight, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, LEVELS: tl.constexpr):
+    """Scores ``[N]`` of one row against keys ``[N, DIM]``: all index heads in one product, then added head after head.
+
+    The order of that sum is the one of ``score_tiles``, for which the product is taken apart into columns.
+    """
+    product = tl.dot(keys, asked, input_precision="ieee")
+    N: tl.constexpr = product.shape[0]
+    columns = (product,)
+    for level in tl.static_range(LEVELS):  # lowest bit of the head first, so that columns[i] ends as head i
+        even, odd = nothing(), nothing()
+        for i in tl.static_range(len(columns)):
+            one, other = tl.split(tl.reshape(columns[i], (N, HEADS_PADDED >> (level + 1), 2)))
+            even, odd = even + (one,), odd + (other,)
+        columns = even + odd
+    total = tl.zeros((N,), tl.float32)
+    for i in tl.static_range(HEADS):
+        total = add_head(total, tl.reshape(columns[i], (N,)), weight[i])
+    return total * key_scale
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=SLICED)
@@ -289,7 +257,6 @@ def score_rows(
     pool,
     candidates,
     first_row,
-    stop_row,
     query_stride,
     weight_stride,
     table_stride,
@@ -298,8 +265,8 @@ def score_rows(
     scale_block_stride,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
+    LEVELS: tl.constexpr,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -312,56 +279,49 @@ def score_rows(
     QUERY_ENCODING: tl.constexpr,
     OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """As ``score_tiles``, row after row: axis 1 is a group of ROWS rows, axis 0 walks over the key tiles in steps.
+    """As ``score_tiles``, for one row (axis 1): axis 0 walks over its key tiles in steps.
 
     The number of programs on axis 0 is the caller's and independent of lengths: a graph that was captured for a long
     context costs little in a short one.
     """
-    index = tl.arange(0, ROWS)
-    group = tl.program_id(1) * ROWS
-    row = first_row + group + index
-    real = row < stop_row
-    request_of = tl.load(requests + row, mask=real, other=-1)
-    visible_of = tl.load(visible_lens + row, mask=real & (request_of >= 0), other=0)
-    visible_of = tl.minimum(visible_of, table_width * BLOCK_SIZE)
+    follow(EARLY)
+    local = tl.program_id(1)
+    row = (first_row + local).to(tl.int64)
+    request = tl.load(requests + row)
+    visible = tl.minimum(tl.load(visible_lens + row), table_width * BLOCK_SIZE)
+    visible = tl.where(request < 0, 0, visible)
+    count = visible
     if STRIDE:
-        visible_of = tl.where(visible_of <= CAPACITY, 0, visible_of)
-    step = tl.num_programs(0)
-    begin = 0
-    while begin < ROWS:
-        request, end = run_stop(request_of, index, begin, ROWS)
-        reach = tl.max(tl.where((index >= begin) & (index < end), visible_of, 0), 0)
-        count = (reach + STRIDE - 1) // STRIDE if STRIDE else reach
-        if ROWS == 1:
-            for tile in tl.range(tl.program_id(0), (count + KEYS - 1) // KEYS, step, num_stages=STAGES):
-                number = tile * KEYS + tl.arange(0, KEYS)
-                position = sampled_position(number, STRIDE) if STRIDE else number
-                keys, key_scale = load_keys(
-                    values, scale, block_table + request.to(tl.int64) * table_stride,
-                    block_stride, scale_block_stride, position, position < reach,
-                    ROW_STRIDE, BLOCK_SIZE, DIM, UNIT, SCALED, ENCODING, OPERAND,
-                )  # fmt: skip
-                score_row(
-                    query, weights, keys, key_scale, number, position,
-                    reach, visible_lens, limits, limit_positions, kept, pool, candidates,
-                    first_row, group, query_stride, weight_stride,
-                    HEADS, HEADS_PADDED, DIM, KEYS, CAPACITY, STRIDE, SAMPLES, QUERY_ENCODING, OPERAND,
-                )  # fmt: skip
+        visible = tl.where(visible <= CAPACITY, 0, visible)
+        count = (visible + STRIDE - 1) // STRIDE
+    asked, weight = load_row(
+        query, weights, row, query_stride, weight_stride, HEADS, HEADS_PADDED, DIM, QUERY_ENCODING, OPERAND
+    )
+    limit, limit_position = tl.load(limits + local), tl.load(limit_positions + local)
+    tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
+    for tile in tl.range(tl.program_id(0), (count + KEYS - 1) // KEYS, tl.num_programs(0), num_stages=STAGES):
+        number = tile * KEYS + tl.arange(0, KEYS)
+        position = sampled_position(number, STRIDE) if STRIDE else number
+        keys, key_scale = load_keys(
+            values,
+            scale,
+            block_table + request.to(tl.int64) * table_stride,
+            block_stride,
+            scale_block_stride,
+            position,
+            position < visible,
+            ROW_STRIDE,
+            BLOCK_SIZE,
+            DIM,
+            UNIT,
+            SCALED,
+            ENCODING,
+            OPERAND,
+        )
+        score = row_scores(keys, key_scale, asked, weight, HEADS, HEADS_PADDED, LEVELS)
+        if STRIDE:
+            tl.store(pool + local * SAMPLES + number, score, mask=(position < visible) & (number < SAMPLES))
         else:
-            for tile in range(tl.program_id(0), (count + KEYS - 1) // KEYS, step):
-                number = tile * KEYS + tl.arange(0, KEYS)
-                position = sampled_position(number, STRIDE) if STRIDE else number
-                keys, key_scale = load_keys(
-                    values, scale, block_table + request.to(tl.int64) * table_stride,
-                    block_stride, scale_block_stride, position, position < reach,
-                    ROW_STRIDE, BLOCK_SIZE, DIM, UNIT, SCALED, ENCODING, OPERAND,
-                )  # fmt: skip
-                for local in tl.range(group + begin, group + end, num_stages=STAGES):
-                    score_row(
-                        query, weights, keys, key_scale, number, position,
-                        reach, visible_lens, limits, limit_positions, kept, pool, candidates,
-                        first_row, local, query_stride, weight_stride,
-                        HEADS, HEADS_PADDED, DIM, KEYS, CAPACITY, STRIDE, SAMPLES, QUERY_ENCODING, OPERAND,
-                    )  # fmt: skip
-        begin = end
+            keep(score, position, visible, limit, limit_position, tickets, candidates, local * CAPACITY, CAPACITY)

@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...batch import BatchLayout
+from ...errors import KernelError
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
-from .launch import INTERPRETED, launch
+from .agreement import scores_agree
+from .launch import INTERPRETED, early, launch
 from .operands import TRITON_TYPES, empty_view, readable, row_stride, rows_of, torch_dtype
-from .pick import pick, pick_failed, set_limits, sort_rows
+from .pick import pick, pick_failed, set_limits
 from .runs import Run, requests_per_tile, runs
 from .scores import score_rows, score_tiles
-from .scratch import candidates, pass_rows, power_of_two, sample_rank, sample_stride, samples, select_buffers
-from .tuning import DECODE_THRESHOLD, operand, row_score_tile, score_tile
+from .scratch import (
+    candidates,
+    pass_rows,
+    power_of_two,
+    sample_rank,
+    sample_stride,
+    samples,
+    select_buffers,
+    select_mode,
+)
+from .tuning import DECODE_THRESHOLD, operand, pick_warps, row_score_tile, score_tile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,19 +58,23 @@ class Select:
     def __init__(self, problem: Problem, device: Device) -> None:
         self._problem, self._device = problem, device
         self._most_rows = pass_rows(problem, device)
-        self._capacity = candidates(problem.dims.index_topk)
+        self.capacity = candidates(problem.dims.index_topk)
         self._stride = sample_stride(problem)
 
     def warm_up(self, where: torch.device) -> None:
-        """Run every kernel on rows that see nothing, for queries in the cache's dtype and in the activations'."""
+        """Run every kernel on rows that see nothing, for queries in the cache's dtype and in the activations'.
+
+        Raises:
+            KernelError: a kernel does not compile; or strict mode is promised and the two score kernels disagree.
+        """
         problem, dims = self._problem, self._problem.dims
         specs = select_buffers(problem, self._device, 0)
         workspace = Workspace(where)
         workspace.reserve(packed_bytes(specs))
         view = empty_view(problem.index, problem.index_block_size, where)
         nan_rows = torch.zeros(1, dtype=torch.int32, device=where)
-        many = DECODE_THRESHOLD + 1
-        for query_lens in ((1,), (many,), (many, many)):
+        few, many = DECODE_THRESHOLD + 1, score_tile(problem.index.encoding, self._device).rows + 1
+        for query_lens in ((1,), (few,), (many,), (few, few)):
             rows = sum(query_lens)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
             batch = BatchLayout(
@@ -76,6 +91,8 @@ class Select:
                     rows, dims.index_n_heads, dims.index_head_dim, dtype=torch_dtype(name), device=where
                 )
                 self(query, weights, view, batch, out, nobody.clone(), nan_rows, workspace.views(specs))
+        if select_mode(problem, self._device) == "strict" and not scores_agree(self, problem, self._device, where):
+            raise KernelError("score_rows", needs="in strict mode the bits of score_tiles", got="others")
 
     def __call__(
         self,
@@ -88,8 +105,8 @@ class Select:
         flags: torch.Tensor,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        inputs = self._inputs(index_q, index_weights, view, batch)
-        for run in runs(batch, strict=self._problem.deterministic):
+        inputs = self.inputs(index_q, index_weights, view, batch)
+        for run in runs(batch, strict=False):
             rows = run.stop - run.start
             step = -(-rows // -(-rows // self._most_rows))  # passes of about one size, of whole tiles
             if run.prefill:
@@ -97,10 +114,10 @@ class Select:
                 step = -(-step // tile) * tile
             for start in range(run.start, run.stop, step):
                 part = Run(start, min(start + step, run.stop), run.prefill)
-                self._keep(part, inputs, batch.max_seq_len, scratch)
+                self.keep(part, inputs, batch.max_seq_len, scratch)
                 self._pick(part, inputs, batch.max_seq_len, (out, lens, flags), scratch)
 
-    def _inputs(
+    def inputs(
         self, index_q: torch.Tensor, index_weights: torch.Tensor, view: CacheView, batch: BatchLayout
     ) -> _Inputs:
         dims, encoding = self._problem.dims, view.format.encoding
@@ -143,8 +160,11 @@ class Select:
             query_lens=batch.query_lens,
         )
 
-    def _keep(self, run: Run, inputs: _Inputs, longest: int, scratch: Mapping[str, torch.Tensor]) -> None:
-        """Sample, set limits, score and keep: afterwards each row of the pass has its candidates in the pool."""
+    def keep(self, run: Run, inputs: _Inputs, longest: int, scratch: Mapping[str, torch.Tensor]) -> None:
+        """Sample, set limits, score and keep: afterwards each row of the pass has its candidates in the pool.
+
+        A candidate is a 64-bit word, the score above the position; row i's begin at word ``i * capacity``.
+        """
         rows, problem = run.stop - run.start, self._problem
         pool = scratch["pool"]
         limits = (scratch["limit"], scratch["limit_position"], scratch["kept"])
@@ -154,11 +174,10 @@ class Select:
             pool,
             pool.view(torch.int64),
             run.start,
-            run.stop,
             *inputs.strides,
         )
-        sampling = {"CAPACITY": self._capacity, "STRIDE": self._stride, "SAMPLES": samples(problem)}
-        if longest > self._capacity:
+        sampling = {"CAPACITY": self.capacity, "STRIDE": self._stride, "SAMPLES": samples(problem)}
+        if longest > self.capacity:
             self._score(run, -(-longest // self._stride), arguments, inputs, sampling)
         launch(
             set_limits,
@@ -172,6 +191,7 @@ class Select:
             RANK=sample_rank(problem),
             BLOCK_SIZE=inputs.facts["BLOCK_SIZE"],
             **sampling,
+            **early(self._device),
             num_warps=4,
         )
         self._score(run, longest, arguments, inputs, sampling | {"STRIDE": 0})
@@ -180,18 +200,21 @@ class Select:
         self, run: Run, keys: int, arguments: tuple[Any, ...], inputs: _Inputs, sampling: dict[str, int]
     ) -> None:
         rows = run.stop - run.start
+        facts: dict[str, int]
         if run.prefill:
             tile, kernel = score_tile(inputs.operand, self._device), score_tiles
-            group, several = tile.rows, requests_per_tile(inputs.query_lens, run, tile.rows)
-            facts: dict[str, int] = {"SEVERAL": several > 1, "PTX": tile.in_place and not INTERPRETED}
-            grid = (-(-keys // tile.keys), -(-rows // group), several)
+            several = requests_per_tile(inputs.query_lens, run, tile.rows)
+            if rows <= tile.rows and several == 1:
+                tile = score_tile(inputs.operand, self._device, few=True)
+            in_place = tile.in_place and not INTERPRETED
+            facts = {"ROWS": tile.rows, "SEVERAL": several > 1, "PTX": in_place}
+            arguments, groups, most = (*arguments, run.stop), (-(-rows // tile.rows), several), keys
         else:
             tile, kernel = row_score_tile(inputs.operand, self._device), score_rows
-            facts = {"HEADS_PADDED": self._heads_padded}
-            group = tile.rows if self._problem.deterministic else 1
-            groups = -(-rows // group)
-            most = max(1, _PROGRAMS_PER_UNIT * self._device.units // groups)
-            grid = (min(-(-keys // tile.keys), most), groups, 1)
+            facts, groups = self._heads, (rows, 1)
+            most = max(1, _PROGRAMS_PER_UNIT * self._device.units // rows)
+        width = tile.sample_keys if sampling["STRIDE"] else tile.keys
+        grid = (min(-(-keys // width), most), *groups)
         launch(
             kernel,
             grid,
@@ -199,9 +222,9 @@ class Select:
             **inputs.facts,
             **facts,
             **sampling,
-            ROWS=group,
-            KEYS=tile.keys,
+            KEYS=width,
             STAGES=tile.stages,
+            **early(self._device),
             **tile.options,
         )
 
@@ -215,39 +238,26 @@ class Select:
     ) -> None:
         """The best of each row's candidates, in order; rows that have not the right number of them, the exact way."""
         rows, topk = run.stop - run.start, self._problem.dims.index_topk
-        pool, failed = scratch["pool"], scratch["failed"]
-        out, lens, _ = results
-        out_stride, warps = row_stride("out", out), max(4, min(16, self._capacity // 1024))
         launch(
             pick,
             (rows,),
             *inputs.tensors[-2:],
             scratch["limit_position"],
             scratch["kept"],
-            failed,
-            pool.view(torch.int64),
+            scratch["failed"],
+            scratch["pool"].view(torch.int64),
             *results,
             run.start,
             inputs.strides[3],
-            out_stride,
+            row_stride("out", results[0]),
             TOPK=topk,
+            TOPK_PADDED=power_of_two(topk),
             BLOCK_SIZE=inputs.facts["BLOCK_SIZE"],
-            CAPACITY=self._capacity,
-            num_warps=warps,
+            CAPACITY=self.capacity,
+            **early(self._device),
+            num_warps=pick_warps(self.capacity, self._device),
         )
-        padded = power_of_two(topk)
-        launch(
-            sort_rows,
-            (rows,),
-            out,
-            lens,
-            run.start,
-            out_stride,
-            TOPK=topk,
-            TOPK_PADDED=padded,
-            num_warps=max(1, min(16, padded // 128)),
-        )
-        if longest > self._capacity:
+        if longest > self.capacity:
             self._pick_failed(run, inputs, longest, results, scratch)
 
     def _pick_failed(
@@ -261,6 +271,7 @@ class Select:
         """As many programs as rows of scores fit into the pool; without failed rows they leave."""
         pool, topk = scratch["pool"], self._problem.dims.index_topk
         words = -(-longest // _WIDTH) * _WIDTH
+        tile = row_score_tile(inputs.operand, self._device)
         launch(
             pick_failed,
             (min(self._device.units, run.stop - run.start, max(1, pool.numel() // words)),),
@@ -273,13 +284,16 @@ class Select:
             row_stride("out", results[0]),
             words,
             **inputs.facts,
-            HEADS_PADDED=self._heads_padded,
+            **self._heads,
             TOPK=topk,
-            KEYS=row_score_tile(inputs.operand, self._device).keys,
+            KEYS=tile.keys,
+            STAGES=tile.stages,
             WIDTH=_WIDTH,
+            **early(self._device),
             num_warps=8,
         )
 
     @property
-    def _heads_padded(self) -> int:
-        return max(16, power_of_two(self._problem.dims.index_n_heads))
+    def _heads(self) -> dict[str, int]:
+        padded = max(16, power_of_two(self._problem.dims.index_n_heads))
+        return {"HEADS_PADDED": padded, "LEVELS": padded.bit_length() - 1}

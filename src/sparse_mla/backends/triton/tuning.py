@@ -20,14 +20,15 @@ _ROOMY, _SPACIOUS = 160 << 10, 200 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTile:
-    """One product of select: ``rows`` query rows by ``keys`` index keys.
+    """One product of select: ``rows`` query rows by ``keys`` index keys, or ``sample_keys`` where a sample is scored.
 
     ``registers`` of a thread at most, 0 for any. ``in_place``: the product lies in threads without repetition, so PTX
-    may take the scores from there.
+    may take the scores from there. A score is a sum of its own: how many are in a tile changes no bit.
     """
 
     rows: int
     keys: int
+    sample_keys: int
     warps: int
     stages: int
     registers: int = 0
@@ -42,7 +43,7 @@ class ScoreTile:
 class AttendTile:
     """One product of attend: ``heads`` heads of one token by ``keys`` selected rows.
 
-    ``split_stages`` is for calls with fewer programs than multiprocessors, where each must hide its own latency.
+    ``lone_stages`` is for calls with no more programs than multiprocessors, where each must hide its own latency.
     Stages change no bit.
     """
 
@@ -50,7 +51,7 @@ class AttendTile:
     keys: int
     warps: int
     stages: int
-    split_stages: int
+    lone_stages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,52 +86,64 @@ def _short_waves(device: Device) -> bool:
     return device.arch.startswith(("gfx11", "gfx12"))
 
 
-def score_tile(operand: str, device: Device) -> ScoreTile:
-    """Many rows of one request: the keys stay, the loop runs over index heads."""
+def score_tile(operand: str, device: Device, *, few: bool = False) -> ScoreTile:
+    """Many rows of one request: the keys stay, the loop runs over index heads.
+
+    ``few``: all rows of the call are in one tile. Then programs start and end together, and smaller ones, which there are
+    more of, hide that better (measured on sm90 alone).
+    """
     if operand == "f32":
-        return ScoreTile(rows=32, keys=64, warps=4, stages=1)
+        return ScoreTile(rows=32, keys=64, sample_keys=64, warps=4, stages=1)
     if device.kind == "rocm":
-        return ScoreTile(rows=64, keys=64, warps=8 if _short_waves(device) else 4, stages=2)
+        return ScoreTile(rows=64, keys=64, sample_keys=64, warps=8 if _short_waves(device) else 4, stages=2)
+    keys, sample_keys = (64, 32) if few and device.arch == "sm90" else (128, 128)
     # On Hopper 168 registers let three programs share a multiprocessor; what spills does so after the loop.
     registers = 168 if device.arch == "sm90" and operand == "fp8" else 0
-    return ScoreTile(rows=64, keys=128, warps=4, stages=3, registers=registers, in_place=True)
+    return ScoreTile(rows=64, keys=keys, sample_keys=sample_keys, warps=4, stages=3, registers=registers, in_place=True)
 
 
 def row_score_tile(operand: str, device: Device) -> ScoreTile:
-    """Keys by all index heads of one row, for decode, and for all rows in strict mode; ``rows`` share loaded keys."""
+    """Keys by all index heads of one row, for decode."""
     keys = 64 if operand == "f32" or device.kind == "rocm" else 128
-    return ScoreTile(rows=32, keys=keys, warps=4, stages=1 if operand == "f32" else 2)
+    return ScoreTile(rows=1, keys=keys, sample_keys=keys, warps=4, stages=1 if operand == "f32" else 2)
+
+
+def pick_warps(candidates: int, device: Device) -> int:
+    """A thread takes 16 of a row's candidates, where that leaves it 128 registers."""
+    most = 8 if device.kind == "rocm" and not _short_waves(device) else 16
+    return max(4, min(most, candidates // 512))
 
 
 def attend_tile(problem: Problem, device: Device) -> AttendTile:
     """Heads are padded to the smallest tile that the matrix units take, never the problem to 64."""
     heads, roomy = problem.dims.num_heads, device.shared_bytes > _ROOMY
     if problem.dtype == "f32" or problem.latent.encoding == "f32":
-        return AttendTile(heads=16, keys=16, warps=4, stages=1, split_stages=1)
+        return AttendTile(heads=16, keys=16, warps=4, stages=1, lone_stages=1)
     small = heads <= 16
     if device.kind == "rocm":
         keys, warps = 32 if roomy else 16, 8 if _short_waves(device) else 4
-        return AttendTile(heads=16 if small else 32, keys=keys, warps=warps, stages=1, split_stages=1)
+        return AttendTile(heads=16 if small else 32, keys=keys, warps=warps, stages=1, lone_stages=1)
     if not roomy:
-        return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, split_stages=3)
+        return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, lone_stages=3)
     if small:
         spacious = device.shared_bytes > _SPACIOUS
-        return AttendTile(heads=16, keys=64, warps=4, stages=2, split_stages=5 if spacious else 2)
+        return AttendTile(heads=16, keys=64, warps=4, stages=2, lone_stages=5 if spacious else 2)
     if heads <= 32:
-        return AttendTile(heads=32, keys=32, warps=4, stages=3, split_stages=3)
+        return AttendTile(heads=32, keys=32, warps=4, stages=3, lone_stages=3)
     # sm100 and sm103 stage all operands of a tile in shared memory.
     keys, stages = (32, 2) if device.arch in {"sm100", "sm103"} else (64, 3)
-    return AttendTile(heads=64, keys=keys, warps=8, stages=stages, split_stages=stages)
+    return AttendTile(heads=64, keys=keys, warps=8, stages=stages, lone_stages=stages)
 
 
 def attend_split(problem: Problem, device: Device) -> AttendSplit:
-    """Segments of 512: enough programs for one row, and few enough that merging costs little."""
+    """Segments of 256: enough programs for one row, and few enough that merging costs little."""
     topk, tile = problem.dims.index_topk, attend_tile(problem, device)
-    segment = max(tile.keys, min(512, -(-topk // tile.keys) * tile.keys))
+    segment = max(tile.keys, min(256, -(-topk // tile.keys) * tile.keys))
     blocks = -(-problem.dims.num_heads // tile.heads)
     return AttendSplit(
         segment=segment,
         parts=-(-topk // segment),
-        rows=max(1, device.units // blocks),
+        # Beyond half the device parts no longer gain by their number what storing and merging them costs.
+        rows=max(1, device.units // (2 * blocks)),
         strict=problem.deterministic or problem.dims.num_heads <= 16,
     )
