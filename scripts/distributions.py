@@ -1,0 +1,101 @@
+"""select on score distributions that are hard to cut: time beside the random one, rows checked against a full stable sort.
+
+    python scripts/distributions.py [--device cuda] [--backend triton] [--context 131072] [--rows 256]
+
+Queries and keys are such that the score of a key is exactly its scale in the cache, which so may be anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from sparse_mla.backends.triton.scratch import sample_stride
+from sparse_mla.bench.cases import Prepared, Shape
+from sparse_mla.bench.timing import median_us
+from sparse_mla.device import probe
+
+
+def distributions(count: int, stride: int) -> dict[str, torch.Tensor]:
+    """Scores ``[count] f32`` by name; the last two know which keys the Triton backend samples, one in ``stride``."""
+    generator = torch.Generator().manual_seed(0)
+    position, uniform = torch.arange(count), torch.rand(count, generator=generator)
+    normal = torch.randn(count, generator=generator)
+    number = torch.arange(count // stride)
+    sampled = number * stride + ((number * 2654435769 & 0xFFFFFFFF) >> 15 & stride - 1)
+    recent = torch.exp2((position - count) / 1024)
+    spans = ((position // 512) % 37 == 5).float()
+
+    def where_sampled(inside: float, outside: float) -> torch.Tensor:
+        return (uniform + outside).index_add(0, sampled, torch.full((len(sampled),), inside - outside))
+
+    return {
+        "random": normal,
+        "all equal": torch.ones(count),
+        "zero but 100": torch.where(position % (count // 100) == 7, normal, 0.0),
+        "one exponent": 1 + uniform,
+        "sinks + recency": recent + 4.0 * (position < 4) + uniform / 64,
+        "spans": 2 * spans + uniform,
+        "one span": 2.0 * (abs(position - count // 3) < 1500) + uniform,
+        "descending": -position.float(),
+        "ascending": position.float(),
+        "8 levels": torch.floor(uniform * 8),
+        "every 32nd": (position % 32 == 0) + uniform / 2,
+        "all NaN": torch.full((count,), torch.nan),
+        "NaN but 1,000": torch.where(position % (count // 1000) == 3, normal, torch.nan),
+        "half NaN": torch.where(uniform < 0.5, normal, torch.nan),
+        "inf and -inf": torch.where(uniform < 0.1, torch.inf, torch.where(uniform < 0.2, -torch.inf, normal)),
+        "all -inf": torch.full((count,), -torch.inf),
+        "best at the sampled keys": where_sampled(4.0, 0.0),
+        "worst at the sampled keys": where_sampled(-4.0, 4.0),
+    }
+
+
+def expected(scores: torch.Tensor, visible: int, topk: int) -> torch.Tensor:
+    """Positions of the best, ascending, then -1: ties to the lower position, NaN never."""
+    seen = scores[:visible]
+    real = (~seen.isnan()).nonzero().flatten()
+    order = seen[real].sort(descending=True, stable=True).indices[:topk]
+    best = real[order].sort().values
+    return torch.nn.functional.pad(best, (0, topk - len(best)), value=-1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--context", type=int, default=131072)
+    parser.add_argument("--rows", type=int, default=256)
+    args = parser.parse_args()
+    where = torch.device(args.device)
+    shape = Shape(stage="select", heads=32, rows=args.rows, requests=1, context=args.context)
+    case = Prepared(shape, probe(where), where, backend=args.backend, strict=False)
+    # 128 products of 1 and 1/128 in each of 32 heads of weight 1/32: every step is exact.
+    case.view.field("values").copy_(torch.ones((), device=where))
+    scale = case.view.field("scale").squeeze(-1)
+    case.query.copy_(torch.full((), 1 / 128, device=where))
+    case.weights.fill_(1 / shape.heads)
+    table, size = case.batch.block_table[0].long(), case.view.block_size
+    position = torch.arange(args.context, device=where)
+    bad, base = 0, 0.0
+    for name, scores in distributions(args.context, sample_stride(case.plan.problem)).items():
+        on_device = scores.to(where)
+        scale[table[position // size], position % size] = on_device
+        case.call()
+        wrong = [
+            row
+            for row in {0, args.rows // 2, args.rows - 1}
+            if not torch.equal(
+                case.out[row].long(), expected(on_device, int(case.batch.visible_lens[row]), case.dims.index_topk)
+            )
+        ]
+        took = median_us(case.call, where)
+        base = base or took
+        bad += bool(wrong)
+        print(f"{name:28}{took:10.0f} µs {took / base:6.2f} x  {f'WRONG in rows {wrong}' if wrong else 'exact'}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
