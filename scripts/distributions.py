@@ -93,7 +93,10 @@ def main() -> int:
         took = median_us(case.call, where)
         base = base or took
         bad += bool(wrong)
-        print(f"{name:28}{took:10.0f} µs {took / base:6.2f} x  {f'WRONG in rows {wrong}' if wrong else 'exact'}", flush=True)
+        print(
+            f"{name:28}{took:10.0f} µs {took / base:6.2f} x  {f'WRONG in rows {wrong}' if wrong else 'exact'}",
+            flush=True,
+        )
     return 1 if bad else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..verify.report import Report
 
 SUMMARY = "prove that long prefill is right, by hash over chunk plans and by an independent reference"
+_GPU_COMPLETE = 131_072
+"""Tokens of a prompt up to which every query row is looked at on a GPU."""
 _OPERATORS_ALONE = ("all_rows", "device", "tp")
 _MOST = 2**31 - 4096  # positions are 32-bit, and decoded tokens and another request come on top
 
@@ -35,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="N,N,...", help="prompt lengths in tokens")
     parser.add_argument("--chunk-tokens", metavar="N,N,...", help="sizes of the uniform chunk plans")
     parser.add_argument("--quick", action="store_true", help="the same checks on less: under a minute")
-    parser.add_argument("--all-rows", action="store_true", help="look at every query row (the default on a GPU)")
+    parser.add_argument(
+        "--all-rows", action="store_true", help="look at every query row (the default on a GPU up to 131,072 tokens)"
+    )
     parser.add_argument("--device", help="operators: cpu (the default), cuda or cuda:N")
     parser.add_argument("--backend", help="backend of every stage, by name; never falls back")
     parser.add_argument("--seed", type=int, help="of inputs, placements and drawn rows (0); of prompts (always new)")
@@ -113,6 +118,7 @@ def _operators(args: argparse.Namespace) -> Report:
         dims = MLADims.from_config(args.model, tensor_parallel=1 if args.tp is None else args.tp)
     elif args.tp is not None:
         raise UsageError("--tp", needs="--model", got="none", hint="Without it the geometry is GLM-5.1's at TP=4.")
+    by_device = 0 if args.device == "cpu" else _GPU_COMPLETE
     options = OperatorOptions(
         lengths=LENGTHS if args.lengths is None else whole_numbers("--lengths", args.lengths),
         chunk_tokens=CHUNK_TOKENS if args.chunk_tokens is None else whole_numbers("--chunk-tokens", args.chunk_tokens),
@@ -120,7 +126,7 @@ def _operators(args: argparse.Namespace) -> Report:
         backend=args.backend,
         device=args.device,
         seed=args.seed,
-        complete=args.all_rows or args.device != "cpu",
+        complete_up_to=sys.maxsize if args.all_rows else by_device,
     )
     with Steps(quiet=args.format == "quiet") as steps:
         report = verify_operators(quick(options) if args.quick else options, steps)

@@ -49,7 +49,7 @@ class OperatorOptions:
         lengths: prompt lengths, in the order in which they run.
         chunk_tokens: sizes of the uniform chunk plans.
         backend: as for ``make_plan``.
-        complete: look at every query row instead of boundary and drawn ones.
+        complete_up_to: prompts of up to so many tokens: look at every query row instead of boundary and drawn ones.
         pages, sampled, referenced: see ``chunks.query_rows``.
         exact_kinds: kinds of inputs whose indices must equal the reference's; run at the first length.
         block_stride: bytes from one block of a cache to the next, rounded down to whole blocks; 0: side by side.
@@ -61,7 +61,7 @@ class OperatorOptions:
     backend: str | None = None
     device: str = "cpu"
     seed: int = 0
-    complete: bool = False
+    complete_up_to: int = 0
     pages: int = 32
     sampled: int = 256
     referenced: int = 12
@@ -146,7 +146,7 @@ class Operators:
             pages=options.pages,
             sampled=options.sampled,
             referenced=options.referenced,
-            complete=options.complete,
+            complete=length <= options.complete_up_to,
             strict=self.strict,
         )
         return plans, rows
@@ -158,7 +158,7 @@ class Operators:
             NotCheckableError: too little memory.
         """
         dims, total = self.options.dims, length + _DECODED
-        rows = total if self.options.complete else min(total, 1 << 13)
+        rows = total if length <= self.options.complete_up_to else min(total, 1 << 13)
         cached = self.index.row_bytes + sum(latent.row_bytes for latent in self.latents.values())
         written = 2 * (dims.head_dim + dims.index_head_dim)
         query = 3 * dims.index_n_heads * dims.index_head_dim + 6 * dims.num_heads * dims.head_dim + 8 * dims.index_topk

@@ -26,10 +26,16 @@ CLEAN_RUNS = 200
 SHORT = 44
 LONG = 400
 _BASE = OperatorOptions(
-    lengths=(LONG,), chunk_tokens=(128, 96), dims=sizes(2, 2, 64), complete=True, pages=2, sampled=16, referenced=3
+    lengths=(LONG,),
+    chunk_tokens=(128, 96),
+    dims=sizes(2, 2, 64),
+    complete_up_to=LONG,
+    pages=2,
+    sampled=16,
+    referenced=3,
 )
 _TWO_SEGMENTS = replace(
-    _BASE, lengths=(600,), chunk_tokens=(256,), dims=sizes(6, 2, 640, rank=128), complete=False, sampled=32
+    _BASE, lengths=(600,), chunk_tokens=(256,), dims=sizes(6, 2, 640, rank=128), complete_up_to=0, sampled=32
 )
 
 
@@ -170,7 +176,7 @@ def clean_run(number: int, seed: int, steps: Steps) -> tuple[str, list[Check]]:
         chunk_tokens=chunk_tokens,
         dims=dims,
         seed=draw.randrange(1 << 20),
-        complete=draw.random() < 0.3,
+        complete_up_to=length if draw.random() < 0.3 else 0,
         pages=1,
         sampled=draw.randint(1, 24),
         referenced=draw.randint(1, 3),
