@@ -94,6 +94,14 @@ def compile_for(wanted: Launch, device: Device) -> Resources:
     Raises:
         CannotCompileError: it does not compile.
     """
+    compiled = compiled_for(wanted, device)
+    if device.kind == "rocm":
+        return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def compiled_for(wanted: Launch, device: Device) -> Any:
+    """Triton's compiled kernel with all that it went through, ``asm["ptx"]`` or ``asm["amdgcn"]`` among it."""
     names = wanted.kernel.arg_names
     constants = dict(wanted.constants)
     signature = dict(zip(names, wanted.signature, strict=False)) | dict.fromkeys(constants, "constexpr")
@@ -105,12 +113,9 @@ def compile_for(wanted: Launch, device: Device) -> Resources:
     }
     source = ASTSource(wanted.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     try:
-        compiled = triton.compile(source, target=target_of(device), options=dict(wanted.options))
+        return triton.compile(source, target=target_of(device), options=dict(wanted.options))
     except (CompilationError, TritonError, RuntimeError) as error:
         raise CannotCompileError(str(error)[-400:]) from error
-    if device.kind == "rocm":
-        return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def target_of(device: Device) -> GPUTarget:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cross import compile_for
+from cross import compile_for, compiled_for
 from worst import worst_launches
 
 from sparse_mla.backends.table import TRITON_ARCHS
@@ -34,6 +34,23 @@ def test_worst_configurations_fit(arch):
         took = compile_for(launch, device)
         assert took.shared_bytes <= device.shared_bytes, f"{name}: {took}"
         assert 0 < took.registers <= REGISTERS[device.kind], f"{name}: {took}"
+
+
+MEMORY = re.compile(r"\b(ld\.(global|volatile)|st\.global|cp\.async|atom|red)\b")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm120"])
+def test_kernels_that_start_early_wait_before_they_touch_memory(arch):
+    device, waited = Device.named(arch), 0
+    for name, launch in worst_launches(device).items():
+        lines = compiled_for(launch, device).asm["ptx"].splitlines()
+        early = dict(launch.options).get("launch_pdl", False)
+        first = next(number for number, line in enumerate(lines) if MEMORY.search(line))
+        waits = [number for number, line in enumerate(lines) if "griddepcontrol.wait" in line]
+        assert len(waits) == early, name
+        assert all(wait < first for wait in waits), name
+        waited += early
+    assert waited > 10
 
 
 def test_the_committed_table_is_of_these_sources():

@@ -6,15 +6,19 @@ Geometries are in fp16 and fp32: the interpreter multiplies and rounds bf16 wron
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from reordered import Reordered
 
 from sparse_mla.backends.table import TABLE
 from sparse_mla.backends.triton import scratch
 from sparse_mla.backends.triton.agreement import scores_agree
+from sparse_mla.backends.triton.pick import nth_largest
 from sparse_mla.backends.triton.select import Select
 from sparse_mla.cache import index_fp8, plain
 from sparse_mla.device import Device
@@ -77,6 +81,35 @@ def agreement(judged):
                 raise AssertionError(f"{geometry.index.encoding}: {kind.__name__} does not give {same}")
 
 
+@triton.jit
+def searched(keys, counts, out, SIZE: tl.constexpr):
+    key = tl.load(keys + tl.arange(0, SIZE)).to(tl.uint32, bitcast=True)
+    for number in range(SIZE):
+        tl.store(out + number, nth_largest(key, tl.load(counts + number)).to(tl.int32, bitcast=True))
+
+
+def search(judged):
+    """The n-th largest key, for every n: sparse, dense, tied, adjacent keys, and the largest that a score can have."""
+    del judged
+    size, draw = 64, random.Random(0)
+    kinds = (
+        [draw.randrange(1 << 32) for _ in range(size)],
+        [draw.randrange(1, 5) for _ in range(size)],
+        [0] * 20 + [0xFF800000] * 4 + [draw.randrange(0xBF800000, 0xBF800040) for _ in range(size - 24)],
+        [7] * size,
+        [0] * size,
+    )
+    for keys in kinds:
+        ordered = sorted(keys, reverse=True)
+        counts = [min(number + 1, sum(key > 0 for key in keys)) for number in range(size)]
+        stored = torch.tensor(keys).to(torch.uint32).view(torch.int32)
+        found = torch.empty(size, dtype=torch.int32)
+        searched[(1,)](stored, torch.tensor(counts, dtype=torch.int32), found, SIZE=size)
+        wanted = [ordered[count - 1] if count else 0 for count in counts]
+        if (found.long() & 0xFFFFFFFF).tolist() != wanted:
+            raise AssertionError(f"{keys}: {found}")
+
+
 def prefill(judged, geometry):
     """Two prompts whose scores tie, in one call and in fast mode: some rows of them against the reference."""
     prompts = prompts_of(geometry, "tied", (84, 18))
@@ -91,7 +124,7 @@ def prefill(judged, geometry):
         demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
 
 
-GROUPS = (write_bytes, index_lists, agreement, ties_and_limits, exact_path)
+GROUPS = (search, write_bytes, index_lists, agreement, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

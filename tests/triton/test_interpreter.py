@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 CHILD = Path(__file__).with_name("interpreted.py")
-GROUPS = ("write_bytes", "index_lists", "agreement", "ties_and_limits", "exact_path")
+GROUPS = ("search", "write_bytes", "index_lists", "agreement", "ties_and_limits", "exact_path")
 
 
 @pytest.mark.parametrize("group", GROUPS)

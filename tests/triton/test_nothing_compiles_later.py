@@ -9,7 +9,9 @@ import pytest
 import torch
 from steps import Steps
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
+from sparse_mla.backends.triton import attend, pick, scores, write
 from sparse_mla.testing.candidates import from_table
 from sparse_mla.testing.geometries import GLM_TP4, plain_caches, sizes
 
@@ -18,7 +20,11 @@ FEW = plain_caches("few", sizes(3, 5, 24, rope=0), "f16", block_size=1)
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of kernels, one each time that Triton meets a new key."""
+    """Names of kernels, one each time that Triton meets a new key; of earlier tests it remembers none."""
+    for module in (attend, pick, scores, write):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
     names = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, fn, **_: names.append(fn.name) and None)
     return names

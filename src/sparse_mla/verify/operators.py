@@ -193,7 +193,11 @@ class Operators:
         with steps.step(f"{name}: reference ({len(rows.reference)} rows)"):
             verdicts = Oracle(case, exact=kind != "normal").judge(runs)
         scratch = max(plan.scratch_bytes for plan in self.plans.values())
-        return judge(name, case, runs, writes, verdicts, scratch_bytes=scratch, seconds=time.monotonic() - began)
+        result = judge(name, case, runs, writes, verdicts, scratch_bytes=scratch, seconds=time.monotonic() - began)
+        failed = sum(not check.ok for check in result.checks)
+        found = f"{failed} of {len(result.checks)} checks failed" if failed else f"{len(result.checks)} checks passed"
+        steps.say(f"{name}: {found}")
+        return result
 
 
 def verify_operators(options: OperatorOptions, steps: Steps) -> Report:

@@ -56,6 +56,10 @@ class Steps(AbstractContextManager["Steps"]):
         yield
         self.done(text, time.monotonic() - began)
 
+    def say(self, text: str) -> None:
+        """A line that stays: what a run that is cut short has found so far."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
     def done(self, text: str, seconds: float) -> None:
         """Count a step that ended."""
         self._done += 1
