@@ -69,6 +69,19 @@ def test_an_allocation_of_4_gib_asks_for_no_other_kernel(monkeypatch):
     assert not keys_of(lane.warm_up, device) & warm  # what a small allocation would have asked for
 
 
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+def test_warm_up_does_not_follow_the_default_dtype(arch):
+    """vLLM sets it to the model's while it builds the model, and that is when warm-up runs."""
+    device = Device.named(arch)
+    wanted = keys_of(operator(GLM_TP4, device, deterministic=True).warm_up, device)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = keys_of(operator(GLM_TP4, device, deterministic=True).warm_up, device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == wanted, described(wanted - found, found)
+
+
 def test_keys_tell_what_triton_tells_apart():
     """The control: a pointer off the 16-byte grid where kernels count on it is another key."""
     device, lane = Device.named("sm90"), operator(GLM_TP4, Device.named("sm90"), deterministic=True)

@@ -13,11 +13,10 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from reordered import Reordered
+from disagreeing import Reordered, Silent, agree
 
 from sparse_mla.backends.table import TABLE
 from sparse_mla.backends.triton import scratch
-from sparse_mla.backends.triton.agreement import scores_agree
 from sparse_mla.backends.triton.pick import nth_largest
 from sparse_mla.backends.triton.select import Select
 from sparse_mla.cache import index_fp8, plain
@@ -70,14 +69,18 @@ def exact_path(judged):
     prefill(judged, FP8)
 
 
+def padding_junk(judged):
+    empty.padding_junk(judged, HALF)
+
+
 def agreement(judged):
-    """The score kernels add in one order; and one that adds in another is noticed."""
+    """The score kernels agree; where one adds in another order, or keeps nothing, that is noticed."""
     del judged
     device = Device.named("cpu")
     for geometry in (FP8, replace(FP8, index=plain(64, "f32"))):
         problem = geometry.problem(max_num_tokens=128, max_num_requests=128, max_model_len=512)
-        for kind, same in ((Select, True), (Reordered, False)):
-            if scores_agree(kind(problem, device), problem, device, torch.device("cpu")) != same:
+        for kind, same in ((Select, True), (Reordered, False), (Silent, False)):
+            if agree(kind, problem, device, torch.device("cpu")) != same:
                 raise AssertionError(f"{geometry.index.encoding}: {kind.__name__} does not give {same}")
 
 
@@ -124,7 +127,7 @@ def prefill(judged, geometry):
         demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
 
 
-GROUPS = (search, write_bytes, index_lists, agreement, ties_and_limits, exact_path)
+GROUPS = (search, write_bytes, index_lists, padding_junk, agreement, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reordered import Reordered
+from disagreeing import Reordered, Silent, agree
 
-from sparse_mla.backends.triton.agreement import scores_agree
 from sparse_mla.backends.triton.select import Select
 from sparse_mla.cache import plain
 from sparse_mla.device import probe
@@ -17,11 +16,10 @@ from sparse_mla.testing.geometries import GLM_TP4
 KEYS = {"fp8": GLM_TP4.index, "bf16": plain(128, "bf16"), "f32": plain(128, "f32")}
 
 
-def agree(kind, heads, index, spread):
+def agreed(kind, heads, index, spread):
     geometry = replace(GLM_TP4, dims=replace(GLM_TP4.dims, index_n_heads=heads), index=KEYS[index])
     problem = geometry.problem(max_num_tokens=256, max_num_requests=128, max_model_len=65536)
-    device = probe("cuda")
-    return scores_agree(kind(problem, device), problem, device, torch.device("cuda"), spread)
+    return agree(kind, problem, probe("cuda"), torch.device("cuda"), spread)
 
 
 @pytest.mark.gpu
@@ -29,5 +27,6 @@ def agree(kind, heads, index, spread):
 @pytest.mark.parametrize("heads", [24, 64])
 @pytest.mark.parametrize("index", KEYS)
 def test_the_score_kernels_agree(index, heads, spread):
-    assert agree(Select, heads, index, spread)
-    assert not agree(Reordered, heads, index, spread)
+    assert agreed(Select, heads, index, spread)
+    assert not agreed(Reordered, heads, index, spread)
+    assert not agreed(Silent, heads, index, spread)

@@ -93,6 +93,18 @@ def test_every_boundary_is_looked_at_from_both_sides():
     assert {0, total - 1} <= set(rows.reference) <= set(rows.query)
 
 
+def test_at_a_million_tokens_the_reference_judges_both_sides_of_sixty_boundaries():
+    plans = chunk_plans(1_000_000, 4, SIZES, seed=1, strict=True)
+    rows = rows_of(plans)
+    ends, judged = {end for plan in plans for end in plan.ends}, set(rows.reference)
+    both = sorted(end for end in ends if {end - 1, end} <= judged)
+    assert len(ends) > 200
+    assert len(both) in (59, 60)  # the last end has no row behind it
+    assert max(b - a for a, b in pairwise([0, *both, 1_000_004])) < 60_000
+    assert {0, 2047, 2048, 1_000_003} <= judged
+    assert len(judged) < 170
+
+
 @pytest.mark.parametrize("total_length", [1, 5, 63, 64, 65, 700])
 def test_short_prompts_are_looked_at_in_full(total_length):
     rows = rows_of(chunk_plans(total_length, 0, (64,), seed=0, strict=True), sampled=1000)

@@ -17,8 +17,8 @@ MARGIN = 8
 _EXTENDS = (65, 64, 33, 16, 7, 5, 3, 2, 1)
 """Calls of the extends plan: around the tile sizes of kernels and the small shapes where libraries change path."""
 _RAGGED_CUTS = 6
-_MOST_JUDGED = 160
-"""Rows of a prompt that the reference judges at most: at a million tokens each takes it a tenth of a second."""
+_MOST_JUDGED = 60
+"""Chunk boundaries at most on both sides of which the reference judges: at a million tokens a row takes it 0.1 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,21 +145,22 @@ def query_rows(
     others = sorted(set(range(total)) - query) if total <= 4 * sampled else _draw(source, total, query, sampled)
     drawn = source.sample(others, min(sampled, len(others)))
     query.update(drawn)
-    edges = {row for edge in (*boundaries, *drawn_pages[:referenced]) for row in (edge - 1, edge)}
-    reference = sorted({row for row in edges if 0 <= row < total} | {0, total - 1, *drawn[:referenced]})
+    edges = (*_spread(sorted(ends), _MOST_JUDGED), topk, *drawn_pages[:referenced])
+    sides = {row for edge in edges for row in (edge - 1, edge)}
+    reference = {row for row in sides if 0 <= row < total} | {0, total - 1, *drawn[:referenced]}
     return Rows(
         query=tuple(range(total)) if complete else tuple(sorted(query)),
-        reference=tuple(_spread(reference, _MOST_JUDGED)),
+        reference=tuple(sorted(reference)),
         pages=tuple(sorted(drawn_pages)),
         complete=complete or len(query) == total,
     )
 
 
-def _spread(rows: list[int], most: int) -> list[int]:
-    """``most`` of ``rows``, spread evenly, with the first and the last."""
-    if len(rows) <= most:
-        return rows
-    return [rows[number * (len(rows) - 1) // (most - 1)] for number in range(most)]
+def _spread(ends: list[int], most: int) -> list[int]:
+    """``most`` of ``ends``, spread evenly, with the first and the last."""
+    if len(ends) <= most:
+        return ends
+    return [ends[number * (len(ends) - 1) // (most - 1)] for number in range(most)]
 
 
 def _draw(source: random.Random, total: int, taken: set[int], count: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Whether the two score kernels agree to the bit on a device: strict mode is promised only where they do.
+"""Whether the two score kernels agree to the bit on a device: ``warm_up`` asks wherever a plan promises strict mode.
 
 They add over index heads in one order. But one has the keys on the left of its product and the other on the right, and in
-what order matrix units add up a product no manual says. So it is tried, when kernels are warmed up.
+what order matrix units add up a product no manual says. So it is tried.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import torch
 
 from ...batch import BatchLayout
 from ...cache import CacheView
-from ...workspace import Workspace, packed_bytes
 from .operands import torch_dtype
 from .runs import Run
-from .scratch import select_buffers
 from .tuning import DECODE_THRESHOLD
 
 if TYPE_CHECKING:
-    from ...device import Device
+    from collections.abc import Mapping
+
     from ...problem import Problem
     from .select import Select
 
@@ -28,29 +27,28 @@ _ROWS = 65
 _KEYS = 128
 
 
-def scores_agree(select: Select, problem: Problem, device: Device, where: torch.device, spread: float = 8.0) -> bool:
+def scores_agree(
+    select: Select, problem: Problem, scratch: Mapping[str, torch.Tensor], where: torch.device, spread: float = 8.0
+) -> bool:
     """Compare the scores of random rows and keys, whose values span ``spread`` powers of two either way."""
     dims, few, random = problem.dims, DECODE_THRESHOLD + 1, torch.Generator(where).manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
-        exponent = spread * (2 * torch.rand(shape, generator=random, device=where) - 1)
-        return (torch.randn(shape, generator=random, device=where) * torch.exp2(exponent)).clamp(-240.0, 240.0)
+        exponent = torch.empty(shape, dtype=torch.float32, device=where).uniform_(-spread, spread, generator=random)
+        return (torch.empty_like(exponent).normal_(generator=random) * torch.exp2(exponent)).clamp_(-240.0, 240.0)
 
     keys = min(_KEYS, select.capacity)  # as many are kept without a limit, and what is kept holds the score
     blocks = -(-keys // problem.index_block_size)
     size = (blocks, problem.index_block_size, problem.index.row_bytes)
     view = CacheView.of(torch.zeros(size, dtype=torch.uint8, device=where), problem.index)
-    for name in ("values", "scale") if problem.index.rule is not None else ("values",):
-        field = view.field(name)
-        field.copy_(values(*field.shape).abs() if name == "scale" else values(*field.shape))
+    stored = view.field("values")
+    stored.copy_(values(*stored.shape))
+    if problem.index.rule is not None:
+        scale = view.field("scale")
+        scale.copy_(values(*scale.shape).abs())
     query = values(_ROWS, dims.index_n_heads, dims.index_head_dim)
     weights = values(_ROWS, dims.index_n_heads)
     table = torch.arange(blocks, dtype=torch.int32, device=where).expand(few, blocks).contiguous()
-
-    specs = select_buffers(problem, device, 0)
-    workspace = Workspace(where)
-    workspace.reserve(packed_bytes(specs))
-    scratch = workspace.views(specs)
 
     def kept(query_lens: tuple[int, ...], dtype: torch.dtype, *, prefill: bool) -> torch.Tensor:
         rows = sum(query_lens)
@@ -62,6 +60,7 @@ def scores_agree(select: Select, problem: Problem, device: Device, where: torch.
             query_lens=query_lens,
             seq_lens=(keys,) * len(query_lens),
         )
+        scratch["pool"].zero_()  # a kernel that keeps nothing would else leave what the other one kept
         inputs = select.inputs(query[:rows].to(dtype), weights[:rows], view, batch)
         select.keep(Run(0, rows, prefill), inputs, keys, scratch)
         words = scratch["pool"].view(torch.int64)[: few * select.capacity].view(few, select.capacity)

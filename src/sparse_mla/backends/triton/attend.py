@@ -228,7 +228,10 @@ def merge_parts(
     RANK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up the parts of a token (axis 0) and a tile of its heads (axis 1), in order."""
+    """Add up the parts of a token (axis 0) and a tile of its heads (axis 1), in order.
+
+    Empty segments at the end are added too, where ``attend_rows`` skips them: that changes no bit of a sum that began at +0.
+    """
     follow(EARLY)
     local = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -262,10 +265,9 @@ class Attend:
         view = empty_view(problem.latent, problem.latent_block_size, where)
         dtype = torch_dtype(problem.dtype)
         split, units = self._split.rows, self._device.units
-        many = max(units, DECODE_THRESHOLD) + 1
         # At these numbers of rows it changes how they are split and how far ahead they are fetched.
         decoding = [(1,) * rows for rows in (1, split, split + 1, units + 1)]
-        for query_lens in (*decoding, (DECODE_THRESHOLD + 1,), (many,)):
+        for query_lens in (*decoding, (DECODE_THRESHOLD + 1,)):
             rows = sum(query_lens)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=where)
             batch = BatchLayout(
@@ -278,7 +280,7 @@ class Attend:
             query = torch.zeros(rows, dims.num_heads, dims.head_dim, dtype=dtype, device=where)
             out = torch.empty(rows, dims.num_heads, dims.kv_lora_rank, dtype=dtype, device=where)
             indices = torch.full((rows, dims.index_topk), -1, dtype=torch.int32, device=where)
-            for lse in (None, torch.empty(rows, dims.num_heads, device=where)):
+            for lse in (None, torch.empty(rows, dims.num_heads, dtype=torch.float32, device=where)):
                 self(query, view, indices, batch, 1.0, out, lse, workspace.views(specs))
 
     def __call__(
@@ -293,7 +295,7 @@ class Attend:
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
         latent, rows = rows_of(view, "values"), scratch["places"].shape[0]
-        for run in runs(batch, strict=self._split.strict):
+        for run in runs(batch, one_order=self._split.strict):
             for start in range(run.start, run.stop, rows):
                 part = Run(start, min(start + rows, run.stop), run.prefill)
                 self._locate(part, latent, view.block_size, indices, batch, scratch)

@@ -68,6 +68,6 @@ def early(device: Device) -> dict[str, bool]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Start ``kernel`` on ``grid``; ``options`` are its compile-time values, ``num_warps`` and ``num_stages``."""
+    """Start ``kernel`` on ``grid``; ``options`` are its compile-time values and Triton's own."""
     if all(grid):
         start(kernel, grid, args, options)

@@ -20,12 +20,15 @@ class Run(NamedTuple):
     prefill: bool
 
 
-def runs(batch: BatchLayout, *, strict: bool) -> Iterator[Run]:
-    """Cut a batch into runs of neighbouring requests of one kind; padding rows join the last. In strict mode all decode."""
+def runs(batch: BatchLayout, *, one_order: bool = False) -> Iterator[Run]:
+    """Cut a batch into runs of neighbouring requests of one kind; padding rows join the last.
+
+    With ``one_order`` all are taken for decoding: where prefill would reduce in another order.
+    """
     start = stop = 0
     prefill = False
     for length in batch.query_lens:
-        wanted = length > DECODE_THRESHOLD and not strict
+        wanted = length > DECODE_THRESHOLD and not one_order
         if length and wanted != prefill:
             if stop > start:
                 yield Run(start, stop, prefill)

@@ -1,7 +1,7 @@
 """The index scores, straight from the paged cache, each kept only where it can still be among the best.
 
-The score of key s for query row t is ``scale[s] · Σ_h weight[t, h] · relu(q[t, h] · k[s])``. Two kernels compute it, in
-two orders of Σ_h: ``score_tiles`` for many rows of a request (heads one after the other) and ``score_rows`` for one row
+The score of key s for query row t is ``scale[s] · Σ_h weight[t, h] · relu(q[t, h] · k[s])``. Two kernels compute it,
+adding head after head: ``score_tiles`` for many rows of a request (a product for each head) and ``score_rows`` for one row
 (all heads in one product). Neither stores what it computes: with SAMPLED it scores a fixed sample of the keys, which
 gives each row a limit; without, it appends what reaches the row's limit to the row's candidates.
 """

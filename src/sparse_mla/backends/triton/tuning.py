@@ -1,4 +1,4 @@
-"""Tile sizes: a table by architecture and geometry, never by the batch's shape, because tiles decide reduction order.
+"""Tile sizes: a table by architecture and geometry. Only what changes no bit may follow from a batch's shape as well.
 
 No torch and no triton here: ``plan`` reads it too.
 """
@@ -89,8 +89,8 @@ def _short_waves(device: Device) -> bool:
 def score_tile(operand: str, device: Device, *, few: bool = False) -> ScoreTile:
     """Many rows of one request: the keys stay, the loop runs over index heads.
 
-    ``few``: all rows of the call are in one tile. Then programs start and end together, and smaller ones, which there are
-    more of, hide that better (measured on sm90 alone).
+    ``few``: all rows of a pass are in one tile, and of one request. Then programs start and end together, and smaller ones,
+    which there are more of, hide that better (measured on sm90 alone).
     """
     if operand == "f32":
         return ScoreTile(rows=32, keys=64, sample_keys=64, warps=4, stages=1)
@@ -109,7 +109,7 @@ def row_score_tile(operand: str, device: Device) -> ScoreTile:
 
 
 def pick_warps(candidates: int, device: Device) -> int:
-    """A thread takes 16 of a row's candidates, where that leaves it 128 registers."""
+    """Warps that share the candidates of a row: at most 512 threads, for each of which 128 registers are left."""
     most = 8 if device.kind == "rocm" and not _short_waves(device) else 16
     return max(4, min(most, candidates // 512))
 
