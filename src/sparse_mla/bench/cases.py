@@ -119,20 +119,23 @@ class Prepared:
             scale = self.dims.softmax_scale
             self.operator.attend(self.query, self.view, self.indices, self.batch, scale, out=self.out)
 
-    def judge(self) -> Difference | None:
-        """The first and the last row against the reference, on what the caches hold."""
-        self.call()
+    def judge(self, got: torch.Tensor | None = None) -> Difference | None:
+        """The first and the last row against the reference, on what the caches hold: of our call, or of ``got``."""
+        if got is None:
+            self.call()
+            got = self.out
         units = self.where.type != "cpu"
         for row in (0, self.out.shape[0] - 1):
             request, seen = (int(field[row]) for field in (self.batch.req_id_per_token, self.batch.visible_lens))
             if self.shape.stage == "select":
                 keys, scale = decode_rows(self.view, self._slots(request, torch.arange(seen)))
                 asked = self.query[row].cpu(), self.weights[row].cpu()
-                wrong = check_selection(row, self.out[row].cpu(), *asked, keys, scale, matrix_units=units)
+                chosen = got[row] if got is self.out else got[row].to(torch.int32).sort().values  # others need not sort
+                wrong = check_selection(row, chosen.cpu(), *asked, keys, scale, matrix_units=units)
             else:
                 latent, _ = decode_rows(self.view, self._slots(request, self.indices[row].cpu().long()))
                 asked_q, scale_q = self.query[row].cpu(), self.dims.softmax_scale
-                wrong = check_attention(row, self.out[row].cpu(), None, asked_q, latent, scale_q, matrix_units=units)
+                wrong = check_attention(row, got[row].cpu(), None, asked_q, latent, scale_q, matrix_units=units)
             if wrong is not None:
                 return wrong
         return None

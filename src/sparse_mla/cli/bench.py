@@ -46,7 +46,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ..bench.cases import Prepared, shapes
-    from ..bench.peers import torch_call
+    from ..bench.peers import importable, torch_call
     from ..bench.timing import ceilings, median_us
     from ..device import probe
     from ..testing.meter import peak_bytes
@@ -73,6 +73,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         if shape.requests == 1:
             peer = partial(torch_call, case)
             entry |= {"torch_us": median_us(peer, where), "torch_bytes": peak_bytes(peer, args.device)}
+            entry["peers"] = {name: _peer(case, make, where) for name, make in importable(shape.stage)}
         cases.append(entry)
         del case
         if where.type == "cuda":
@@ -84,6 +85,18 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "ceilings": best,
         "cases": cases,
     }
+
+
+def _peer(case: Any, make: Any, where: Any) -> dict[str, Any]:
+    """``us`` of a vendor's kernel, or ``failed``: what it raised, or where its answer is wrong."""
+    from ..bench.timing import median_us
+
+    try:
+        call = make(case)
+        wrong = case.judge(call())
+        return {"us": median_us(call, where)} if wrong is None else {"failed": str(wrong)}
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is that kernel's result)
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -103,3 +116,7 @@ def _show(result: dict[str, Any]) -> None:
         rows.append((case["id"], case["backend"], case["mode"], took, floor, against, scratch, beside))
     columns = ("case", "backend", "mode", "µs", "floor", "faster than torch", "scratch", "torch's")
     out.print(table("Medians, caches cold", columns, rows))
+    for case in result["cases"]:
+        for name, found in case.get("peers", {}).items():
+            said = f"{found['us']:.0f} µs, ours {case['us']:.0f}" if "us" in found else f"no figure: {found['failed']}"
+            out.print(f"{name}, {case['id']}: {said}", markup=False)
