@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .errors import CacheFormatError, KernelError, ShapeError
+from .errors import CacheFormatError, KernelError, ShapeError, StrictModeError
 from .problem import Stage
 from .requirements import Reason
 from .shapes import DTYPE_NAMES, bind
@@ -68,12 +68,12 @@ class SparseMLA:
         Index queries are expected in the cache's encoding or the activations' dtype, and caches to begin at a multiple of
         16 bytes with no gaps between blocks; others compile at their first use.
 
-        Where ``auto`` chose a backend whose kernel does not compile on this device, or whose plan promises strict mode and
-        whose kernels do not agree to the bit here, a RuntimeWarning says so, and the next row of the table runs the
-        stage: ``plan`` is then another one, with its scratch reserved.
+        Where ``auto`` chose a backend whose kernel does not compile on this device, a RuntimeWarning says so, and the next
+        row of the table runs the stage: ``plan`` is then another one, with its scratch reserved. So too where strict mode
+        was asked for and kernels do not agree to the bit here; where it was not, the stage stays, in fast mode.
 
         Raises:
-            BackendRejectedError: such a kernel's backend was asked for by name or is the last.
+            BackendRejectedError: a kernel cannot serve, and its backend was asked for by name or is the last.
         """
         for stage in Stage:
             while (fault := self._warm(stage)) is not None:
@@ -91,6 +91,10 @@ class SparseMLA:
         try:
             kernels[stage].warm_up(self.device)
         except KernelError as error:
+            if isinstance(error, StrictModeError) and not self.plan.problem.deterministic:
+                self.plan = self.plan.fast(stage)
+                warnings.warn(f'stage "{stage}" runs in fast mode: {error}', RuntimeWarning, stacklevel=3)
+                return None
             return Reason(what=f"{error.what} on {self.plan.device.arch}", needs=str(error.needs), got=str(error.got))
         return None
 

@@ -62,7 +62,11 @@ class BackendRejectedError(SparseMLAError):
 
 
 class KernelError(SparseMLAError):
-    """A kernel cannot serve on this device: it does not compile (``got`` is the compiler's own words) or its bits differ."""
+    """A kernel cannot serve on this device: it does not compile; ``got`` is the compiler's own words."""
+
+
+class StrictModeError(KernelError):
+    """The kernels of a stage give other bits in decode than in prefill on this device."""
 
 
 class NotCheckableError(SparseMLAError):

@@ -81,6 +81,11 @@ class Plan:
         stages = self.stages | {stage: StagePlan.of(resolution, self.problem, self.budget_bytes)}
         return replace(self, write=stages[Stage.WRITE], select=stages[Stage.SELECT], attend=stages[Stage.ATTEND])
 
+    def fast(self, stage: Stage) -> Plan:
+        """The plan without the promise that decode and prefill of ``stage`` give the same bits."""
+        stages = self.stages | {stage: replace(self.stages[stage], mode="fast")}
+        return replace(self, write=stages[Stage.WRITE], select=stages[Stage.SELECT], attend=stages[Stage.ATTEND])
+
     def describe(self) -> dict[str, object]:
         """Which backend runs each stage, in which mode, and the effective index_topk: part of every result."""
         stages = {

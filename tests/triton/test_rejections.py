@@ -11,11 +11,12 @@ import triton
 
 from sparse_mla.attention import SparseMLA
 from sparse_mla.backends.eager.attend import Attend
+from sparse_mla.backends.eager.select import Select
 from sparse_mla.backends.table import TABLE, TRITON_ARCHS
 from sparse_mla.backends.triton import launch
 from sparse_mla.cache import index_fp8
 from sparse_mla.device import Device
-from sparse_mla.errors import BackendRejectedError, KernelError
+from sparse_mla.errors import BackendRejectedError, KernelError, StrictModeError
 from sparse_mla.plan import make_plan
 from sparse_mla.problem import Stage
 from sparse_mla.resolve import resolve
@@ -126,6 +127,42 @@ def test_under_auto_the_next_row_serves_and_says_so():
     got, wanted = answer(operator), answer(plain)
     assert torch.equal(got.out, wanted.out)
     assert torch.equal(got.lse, wanted.lse)
+
+
+class Disagreeing(Select):
+    """A select whose two kernels give different bits."""
+
+    def warm_up(self, where):
+        raise StrictModeError("score_rows", needs="the bits of score_tiles", got="others")
+
+
+SECOND = replace(
+    next(row for row in EAGER if row.stage == Stage.SELECT),
+    name="second",
+    path=f"{__name__}:Disagreeing",
+    scratch=lambda problem, device, budget: (),
+)
+
+
+def test_bits_that_differ_cost_the_promise_and_not_the_kernel():
+    plan = make_plan(PLAIN.problem(**SIZES, deterministic=False), CPU, rows=(SECOND, *EAGER))
+    assert plan.select.mode == "strict"
+    operator = SparseMLA(plan, Workspace())
+    with pytest.warns(
+        RuntimeWarning, match='stage "select" runs in fast mode: score_rows: needs the bits of score_tiles'
+    ):
+        operator.warm_up()
+    assert (operator.plan.select.row.name, operator.plan.select.mode) == ("second", "fast")
+    assert operator.plan.scratch_bytes == plan.scratch_bytes
+
+
+def test_bits_that_differ_give_way_where_strict_mode_was_asked_for():
+    operator = SparseMLA(make_plan(PLAIN.problem(**SIZES), CPU, rows=(SECOND, *EAGER)), Workspace())
+    with pytest.warns(
+        RuntimeWarning, match="score_rows on cpu  needs the bits of score_tiles, got others; eager runs it"
+    ):
+        operator.warm_up()
+    assert (operator.plan.select.row.name, operator.plan.select.mode) == ("eager", "strict")
 
 
 def test_asked_for_by_name_it_is_refused():

@@ -90,9 +90,6 @@ class Operators:
             self.latents = self._served() or self.latents
         self.longest = max(options.lengths) + _DECODED
         self.plans = self._plans(self.longest)
-        self.strict = all(
-            stage.mode == "strict" for plan in self.plans.values() for stage in (plan.select, plan.attend)
-        )
 
     def _served(self) -> dict[str, CacheFormat]:
         """The latent formats that the backend asked for can serve; the report names them."""
@@ -127,10 +124,15 @@ class Operators:
             deterministic=envs.get("SPARSE_MLA_DETERMINISTIC"),
         )
 
+    @property
+    def strict(self) -> bool:
+        """Decode is promised equal in bits to prefill."""
+        return all(stage.mode == "strict" for plan in self.plans.values() for stage in (plan.select, plan.attend))
+
     def lane(self, total: int | None = None) -> Lane:
         """Fresh objects, planned for ``total`` tokens; None: for the longest prompt."""
         lane = Lane(self.plans if total is None else self._plans(total), self.device)
-        if total is None:  # what runs, where a kernel did not compile and the next backend took its stage
+        if total is None:  # what runs: another backend, or in another mode, where warm-up found that it has to
             self.plans = {name: layer.plan for name, layer in lane.layers.items()}
         return lane
 
@@ -214,8 +216,8 @@ def verify_operators(options: OperatorOptions, steps: Steps) -> Report:
     jobs = [(options.lengths[0], kind) for kind in options.exact_kinds] + [
         (length, "normal") for length in options.lengths
     ]
-    steps.expect(sum(len(operators.chunked(length)[0]) + 2 for length, _ in jobs))
     long_lived = operators.lane()
+    steps.expect(sum(len(operators.chunked(length)[0]) + 2 for length, _ in jobs))
     results = [operators.case(length, kind, long_lived, steps) for length, kind in jobs]
     return Report(
         target="operators",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...batch import BatchLayout
-from ...errors import KernelError
+from ...errors import StrictModeError
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
 from .agreement import scores_agree
@@ -65,7 +65,8 @@ class Select:
         """Run every kernel on rows that see nothing, for queries in the cache's dtype and in the activations'.
 
         Raises:
-            KernelError: a kernel does not compile; or strict mode is promised and the two score kernels disagree.
+            KernelError: a kernel does not compile.
+            StrictModeError: strict mode is promised, and the two score kernels disagree.
         """
         problem, dims = self._problem, self._problem.dims
         specs = select_buffers(problem, self._device, 0)
@@ -93,8 +94,7 @@ class Select:
                 )
                 self(query, weights, view, batch, out, nobody.clone(), nan_rows, scratch)
         if select_mode(problem, self._device) == "strict" and not scores_agree(self, problem, scratch, where):
-            hint = "strict mode was seen to hold with triton 3.6.0"
-            raise KernelError("score_rows", needs="the bits of score_tiles", got=f"others ({hint})")
+            raise StrictModeError("score_rows", needs="the bits of score_tiles", got="others")
 
     def __call__(
         self,
