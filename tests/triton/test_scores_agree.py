@@ -1,4 +1,4 @@
-"""On a GPU: both score kernels give the same bits, whatever the values; what strict mode on sm90 rests on."""
+"""On a GPU: both score kernels give the same bits, whatever the values; what strict mode rests on."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ TABLE: tuple[Row, ...] = (
             packages=("triton",),
         ),
         scratch=triton_scratch.select_buffers,
-        mode=triton_scratch.select_mode,
+        mode=triton_scratch.always_strict,
     ),
     Row(
         stage=Stage.ATTEND,

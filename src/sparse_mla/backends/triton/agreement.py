@@ -1,4 +1,4 @@
-"""Whether the two score kernels agree to the bit on a device: ``warm_up`` asks wherever a plan promises strict mode.
+"""Whether the two score kernels agree to the bit on a device, which strict mode promises: ``warm_up`` asks.
 
 They add over index heads in one order. But one has the keys on the left of its product and the other on the right, and in
 what order matrix units add up a product no manual says. So it is tried.

@@ -110,16 +110,12 @@ def no_buffers(problem: Problem, device: Device, budget: int) -> tuple[BufferSpe
     return ()
 
 
-def select_mode(problem: Problem, device: Device) -> str:
-    """Strict on request, and where the two score kernels were seen to agree (see agreement.py): there it costs nothing."""
-    return "strict" if problem.deterministic or device.arch == "sm90" else "fast"
-
-
 def attend_mode(problem: Problem, device: Device) -> str:
     """Strict where segments merged in order cost nothing, or on request."""
     return "strict" if attend_split(problem, device).strict else "fast"
 
 
 def always_strict(problem: Problem, device: Device) -> str:
+    """Write has nothing to add up. Select adds in one order; warm-up tries whether its kernels multiply alike too."""
     del problem, device
     return "strict"

@@ -27,7 +27,6 @@ from .scratch import (
     sample_stride,
     samples,
     select_buffers,
-    select_mode,
 )
 from .tuning import DECODE_THRESHOLD, operand, pick_warps, row_score_tile, score_tile
 
@@ -66,7 +65,7 @@ class Select:
 
         Raises:
             KernelError: a kernel does not compile.
-            StrictModeError: strict mode is promised, and the two score kernels disagree.
+            StrictModeError: the two score kernels give different bits.
         """
         problem, dims = self._problem, self._problem.dims
         specs = select_buffers(problem, self._device, 0)
@@ -93,7 +92,7 @@ class Select:
                     rows, dims.index_n_heads, dims.index_head_dim, dtype=torch_dtype(name), device=where
                 )
                 self(query, weights, view, batch, out, nobody.clone(), nan_rows, scratch)
-        if select_mode(problem, self._device) == "strict" and not scores_agree(self, problem, scratch, where):
+        if not scores_agree(self, problem, scratch, where):
             raise StrictModeError("score_rows", needs="the bits of score_tiles", got="others")
 
     def __call__(
