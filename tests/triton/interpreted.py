@@ -16,16 +16,21 @@ import triton.language as tl
 from disagreeing import Reordered, Silent, agree
 
 from sparse_mla.backends.table import TABLE
-from sparse_mla.backends.triton import scratch
+from sparse_mla.backends.triton import scratch, select
+from sparse_mla.backends.triton.attend import Attend
 from sparse_mla.backends.triton.pick import nth_largest
 from sparse_mla.backends.triton.select import Select
-from sparse_mla.cache import index_fp8, plain
+from sparse_mla.backends.triton.tuning import attend_split
+from sparse_mla.batch import BatchLayout
+from sparse_mla.cache import CacheView, index_fp8, plain
 from sparse_mla.device import Device
 from sparse_mla.testing.candidates import Candidate
+from sparse_mla.testing.compare import check_attention
 from sparse_mla.testing.conformance import empty, layout
 from sparse_mla.testing.conformance.rows import prompts_of
 from sparse_mla.testing.geometries import plain_caches, sizes
 from sparse_mla.testing.lane import Lane, Span, demand_reference, new_layer
+from sparse_mla.workspace import Workspace, packed_bytes
 
 HALF = plain_caches("half", sizes(3, 4, 24), "f16")
 FP8 = replace(plain_caches("index-fp8", sizes(2, 4, 24), "f16"), index=index_fp8(64))
@@ -44,10 +49,9 @@ def few_candidates():
 
 
 def bad_limits():
-    """Limits that let one key pass: every sampled row takes the exact path."""
+    """Limits that let few keys pass: every sampled row takes the exact path."""
     few_candidates()
-    scratch.candidates = lambda topk: 64
-    scratch.sample_rank = lambda problem: 1
+    select.sample_rank = lambda problem: 1
 
 
 def write_bytes(judged):
@@ -61,16 +65,64 @@ def index_lists(judged):
 
 def ties_and_limits(judged):
     few_candidates()
-    prefill(judged, FP8)
+    rows, failed = prefill(judged, FP8)
+    assert 0 <= failed < rows, f"{failed} of {rows} rows failed: no limit held"
 
 
 def exact_path(judged):
     bad_limits()
-    prefill(judged, FP8)
+    rows, failed = prefill(judged, FP8)
+    assert failed == rows > 0, f"only {failed} of {rows} rows took the exact path"
 
 
 def padding_junk(judged):
     empty.padding_junk(judged, HALF)
+
+
+def segments(judged):
+    """Lists of several tiles and segments, with gaps: right, and with the same bits split over programs and in one."""
+    del judged
+    for heads, units in ((3, 16), (40, 32)):
+        device = replace(Device.named("cpu"), units=units)
+        geometry = plain_caches("long lists", sizes(heads, 2, 600), "f16")
+        problem = geometry.problem(max_num_tokens=32, max_num_requests=32, max_model_len=1024)
+        attend = Attend(problem, device)
+        assert attend_split(problem, device).rows == 8
+        workspace = Workspace()
+        specs = scratch.attend_buffers(problem, device, 0)
+        workspace.reserve(packed_bytes(specs))
+        torch.manual_seed(heads)
+        cache = torch.randn(16, 64, geometry.dims.head_dim).half()
+        view = CacheView.of(cache.view(torch.uint8), geometry.latent)
+        table = torch.randperm(16, dtype=torch.int32)[None]
+        rows = cache[table[0].long()].reshape(1024, -1)
+        query = torch.randn(9, heads, geometry.dims.head_dim).half()
+        cache[0, 0] = torch.nan  # where a careless load would go; nobody selects it
+        others = (table[0].long() * 64).repeat_interleave(64).add(torch.arange(1024) % 64).nonzero()[:, 0].int()
+        lists = torch.stack([others[torch.randperm(1023)[:600]] for _ in range(9)])
+        for row, kept in enumerate((600, 0, 1, 31, 256, 257, 512, 513)):
+            lists[row, torch.randperm(600)[kept:]] = -1
+        answers = []
+        for count in (8, 9):  # split over programs, and each row in one
+            asked = BatchLayout.build(
+                query_lens=[1] * count, seq_lens=[1024] * count, block_table=table.expand(count, 16)
+            )
+            out, lse = torch.full((count, heads, 512), 7.0).half(), torch.full((count, heads), 7.0)
+            poisoned = workspace.views(specs)
+            for buffer in poisoned.values():
+                buffer.fill_(-1)
+            attend(query[:count], view, lists[:count], asked, 0.05, out, lse, poisoned)
+            answers.append((out[:8], lse[:8]))
+        for mine, other in zip(*answers, strict=True):
+            if not torch.equal(mine, other):
+                raise AssertionError(f"{heads} heads: splitting a list changes bits")
+        for row, chosen in enumerate(lists[:8].long()):
+            latent = rows[chosen[chosen >= 0]]
+            wrong = check_attention(
+                row, answers[0][0][row], answers[0][1][row], query[row], latent, 0.05, matrix_units=True
+            )
+            if wrong is not None:
+                raise AssertionError(f"{heads} heads: {wrong}")
 
 
 def agreement(judged):
@@ -114,20 +166,30 @@ def search(judged):
 
 
 def prefill(judged, geometry):
-    """Two prompts whose scores tie, in one call and in fast mode: some rows of them against the reference."""
-    prompts = prompts_of(geometry, "tied", (84, 18))
+    """Two prompts whose scores tie, in one call and in fast mode, against the reference; how many rows got a limit, and how
+    many of those failed.
+    """
+    prompts = prompts_of(geometry, "tied", (300, 18))
     layer = new_layer(geometry, prompts)
-    problem = geometry.problem(max_num_tokens=64, max_num_requests=2, max_model_len=128, deterministic=False)
+    problem = geometry.problem(max_num_tokens=64, max_num_requests=2, max_model_len=320, deterministic=False)
     lane = Lane(judged, problem)
-    spans = [Span(0, 0, 64), Span(0, 64, 84), Span(1, 0, 18)]
-    lane.write(layer, spans[:1])
+    for start in range(0, 300, 60):
+        lane.write(layer, [Span(0, start, start + 60)])
+    seen, plain_path = [], Select._pick_failed
+
+    def noted(self, run, inputs, longest, results, buffers):
+        seen.append((run.stop - run.start, int(buffers["failed"][0])))
+        plain_path(self, run, inputs, longest, results, buffers)
+
+    Select._pick_failed = noted
+    spans = [Span(0, 276, 300), Span(1, 0, 18)]
     lane.write(layer, spans[1:])
-    for span, answer in zip(spans[1:], lane.read(layer, spans[1:], padding=2), strict=True):
-        some = [0, span.size // 2, span.size - 1]
-        demand_reference(layer, span.request, answer.at(some), [span.start + row for row in some], exact=True)
+    for span, answer in zip(spans, lane.read(layer, spans, padding=2), strict=True):
+        demand_reference(layer, span.request, answer, range(span.start, span.stop), exact=True)
+    return 24, sum(failed for _, failed in seen)
 
 
-GROUPS = (search, write_bytes, index_lists, padding_junk, agreement, ties_and_limits, exact_path)
+GROUPS = (search, write_bytes, index_lists, padding_junk, segments, agreement, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
