@@ -26,10 +26,11 @@ from sparse_mla.cache import CacheView, index_fp8, plain
 from sparse_mla.device import Device
 from sparse_mla.testing.candidates import Candidate
 from sparse_mla.testing.compare import check_attention
-from sparse_mla.testing.conformance import empty, layout
+from sparse_mla.testing.conformance import empty, layout, selection
 from sparse_mla.testing.conformance.rows import prompts_of
 from sparse_mla.testing.geometries import plain_caches, sizes
 from sparse_mla.testing.lane import Lane, Span, demand_reference, new_layer
+from sparse_mla.testing.scores import infinities, levels, recent, some_nan
 from sparse_mla.workspace import Workspace, packed_bytes
 
 HALF = plain_caches("half", sizes(3, 4, 24), "f16")
@@ -61,6 +62,15 @@ def write_bytes(judged):
 
 def index_lists(judged):
     empty.index_lists(judged, HALF)
+
+
+def hard_scores(judged):
+    """Hard scores, cut by a sampled limit or by the exact path; and how many rows saw only NaN."""
+    few_candidates()
+    selection.nan_query(judged, FP8)
+    for seed, score_set in enumerate((levels, recent, some_nan, infinities)):
+        geometry, values = selection.with_topk(FP8, 24), score_set(300, torch.Generator().manual_seed(seed))
+        selection.demand_exact(*selection.scored(judged, geometry, values), [40, 130, 299], score_set.__name__)
 
 
 def ties_and_limits(judged):
@@ -189,11 +199,13 @@ def prefill(judged, geometry):
     return 24, sum(failed for _, failed in seen)
 
 
-GROUPS = (search, write_bytes, index_lists, padding_junk, segments, agreement, ties_and_limits, exact_path)
+GROUPS = (search, write_bytes, index_lists, padding_junk, segments, agreement, hard_scores, ties_and_limits, exact_path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for group in GROUPS:
         if group.__name__ in sys.argv[1:]:
+            if group is not index_lists:  # nothing compiles here, and once is enough
+                Select.warm_up = Attend.warm_up = lambda self, where: None
             group(candidate())
             print(group.__name__)
