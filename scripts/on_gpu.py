@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,9 +23,17 @@ VERIFY = ("-m", "sparse_mla", "verify", "--device", "cuda", "--backend", "triton
 BENCH = ("-m", "sparse_mla", "bench", "--device", "cuda", "--backend", "triton")
 JUDGED = ("--backend", "triton", "--device", "cuda", "--tag", "ci", "--tag", "full", "--tag", "bench")
 SPREAD = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+INSTALLED = any(point.value == "sparse_mla.testing.plugin" for point in entry_points(group="pytest11"))
+SUITE = (
+    "-c",
+    os.devnull,
+    *(() if INSTALLED else ("-p", "sparse_mla.testing.plugin")),
+    "--pyargs",
+    "sparse_mla.testing",
+)
 TOGETHER = {
-    "gpu-tests": ("-m", "pytest", "-q", "-m", "gpu", "tests/triton"),
-    "conformance": ("-m", "pytest", "-q", *SPREAD, "--pyargs", "sparse_mla.testing", *JUDGED),
+    "gpu-tests": ("-m", "pytest", "-q", "-W", "default", "-m", "gpu", "tests/triton"),
+    "conformance": ("-m", "pytest", "-q", *SPREAD, *SUITE, *JUDGED),
     **{f"verify-{lengths}": (*VERIFY, lengths) for lengths in ("20000,40000", "60000", "80000", "100000", "1000000")},
 }
 ALONE = {
