@@ -78,12 +78,14 @@ class Plan:
             BackendRejectedError: the backend was asked for by name, or no other row can; every reason is listed.
         """
         resolution = self.stages[stage].resolution.without(reason)
-        stages = self.stages | {stage: StagePlan.of(resolution, self.problem, self.budget_bytes)}
-        return replace(self, write=stages[Stage.WRITE], select=stages[Stage.SELECT], attend=stages[Stage.ATTEND])
+        return self._with(stage, StagePlan.of(resolution, self.problem, self.budget_bytes))
 
     def fast(self, stage: Stage) -> Plan:
         """The plan without the promise that decode and prefill of ``stage`` give the same bits."""
-        stages = self.stages | {stage: replace(self.stages[stage], mode="fast")}
+        return self._with(stage, replace(self.stages[stage], mode="fast"))
+
+    def _with(self, stage: Stage, changed: StagePlan) -> Plan:
+        stages = self.stages | {stage: changed}
         return replace(self, write=stages[Stage.WRITE], select=stages[Stage.SELECT], attend=stages[Stage.ATTEND])
 
     def describe(self) -> dict[str, object]:
