@@ -16,6 +16,7 @@ from sparse_mla.device import Device
 
 WORST = (
     "attend_rows, 16 heads, split",
+    "attend_rows, 32 heads, looped",
     "attend_rows, 64 heads, looped",
     "copy_rows",
     "locate",

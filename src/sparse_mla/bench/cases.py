@@ -61,9 +61,13 @@ def shapes(*, small: bool) -> tuple[Shape, ...]:
         prefill(stage="select", heads=64, rows=2048),
         *(prefill(stage="select", heads=32, rows=rows) for rows in (64, 128)),
         *(decode(stage="select", heads=32, requests=count, context=131072) for count in (1, 32, 128)),
-        *(prefill(stage="attend", heads=heads, rows=4096) for heads in (8, 16, 64, 128)),
+        *(prefill(stage="attend", heads=heads, rows=4096) for heads in (8, 16, 32, 64, 128)),
         *(decode(stage="attend", heads=16, requests=count, context=16384) for count in (1, 32, 128)),
-        *(decode(stage="attend", heads=64, requests=count, context=16384) for count in (1, 128)),
+        *(
+            decode(stage="attend", heads=heads, requests=count, context=16384)
+            for heads in (32, 64)
+            for count in (1, 128)
+        ),
     )
 
 

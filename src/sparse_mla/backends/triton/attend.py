@@ -18,7 +18,7 @@ import triton.language as tl
 from ...batch import BatchLayout
 from ...shapes import dtype_name
 from ...workspace import Workspace, packed_bytes
-from .launch import early, follow, launch
+from .launch import early, follow, launch, nothing
 from .operands import TRITON_TYPES, Rows, empty_view, row_stride, rows_of, torch_dtype
 from .runs import Run, runs
 from .scratch import attend_buffers
@@ -90,53 +90,77 @@ def finite(peak):
 
 
 @triton.jit
+def columns(at, inside, other, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+    """Rows ``[N, RANK + ROPE]`` ready to multiply, as a tuple of pieces: the latent part in steps of WIDTH, the rope part."""
+    pieces = nothing()
+    for first in tl.static_range(0, RANK, WIDTH):
+        piece = tl.load(at + (first + tl.arange(0, WIDTH))[None, :], mask=inside, other=other)
+        pieces = pieces + (piece.to(OPERAND),)
+    if ROPE:
+        piece = tl.load(at + (RANK + tl.arange(0, ROPE))[None, :], mask=inside, other=other)
+        pieces = pieces + (piece.to(OPERAND),)
+    return pieces
+
+
+@triton.jit
+def unseen(HEAD_TILE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr):
+    """A softmax over nothing: maximum (base 2) and mass of each head, and its unnormalised output in pieces of WIDTH."""
+    total = nothing()
+    for _ in tl.static_range(0, RANK, WIDTH):
+        total = total + (tl.zeros((HEAD_TILE, WIDTH), tl.float32),)
+    return tl.full((HEAD_TILE,), float("-inf"), tl.float32), tl.zeros((HEAD_TILE,), tl.float32), total
+
+
+@triton.jit
 def merged(peak, mass, total, part_peak, part_mass, part_total):
     """Add one part to a running softmax; the order of operations is the contract, hence the explicit fma."""
     top = tl.maximum(peak, part_peak)
     old, new = tl.exp2(peak - finite(top)), tl.exp2(part_peak - finite(top))
     mass = tl.fma(part_mass, new, mass * old)
-    return top, mass, tl.fma(part_total, new[:, None] + tl.zeros_like(total), total * old[:, None])
+    sums = nothing()
+    for i in tl.static_range(len(total)):
+        sums = sums + (tl.fma(part_total[i], new[:, None] + tl.zeros_like(total[i]), total[i] * old[:, None]),)
+    return top, mass, sums
 
 
 @triton.jit
-def store_result(out, lse, row, head, peak, mass, total, HEADS: tl.constexpr, RANK: tl.constexpr, LSE: tl.constexpr):
+def store_result(out, lse, row, head, peak, mass, total, HEADS: tl.constexpr, LSE: tl.constexpr):
     """``out [H, RANK]`` and the natural log of the sum; 0 and −inf where nothing was seen."""
     real = head < HEADS
     line = row * HEADS + head
-    value = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-    target = out + (line * RANK)[:, None] + tl.arange(0, RANK)[None, :]
-    tl.store(target, value.to(out.dtype.element_ty), mask=real[:, None])
+    values = nothing()
+    for i in tl.static_range(len(total)):
+        values = values + (total[i] / tl.where(mass == 0.0, 1.0, mass)[:, None],)
+    store_pieces(out, line, real, values)
     if LSE:
         tl.store(lse + line, tl.where(mass == 0.0, float("-inf"), (peak + tl.log2(mass)) * LN_2), mask=real)
 
 
 @triton.jit
-def take_rows(
-    asked,
-    asked_rope,
-    start,
-    inside,
-    peak,
-    mass,
-    total,
-    scale,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Add the cache rows that begin at ``start [N, 1]`` to a softmax: maximum (base 2), mass and unnormalised output."""
-    values = tl.load(start + tl.arange(0, RANK)[None, :]).to(OPERAND)
-    score = tl.dot(asked, tl.trans(values), input_precision="ieee")
-    if ROPE:
-        rope = tl.load(start + (RANK + tl.arange(0, ROPE))[None, :]).to(OPERAND)
-        score = tl.dot(asked_rope, tl.trans(rope), score, input_precision="ieee")
+def store_pieces(target, line, real, pieces):
+    """Rows in pieces ``[H, WIDTH]`` to the lines ``line [H]`` of ``target``."""
+    WIDTH: tl.constexpr = pieces[0].shape[1]
+    for i in tl.static_range(len(pieces)):
+        at = target + (line * (len(pieces) * WIDTH))[:, None] + (tl.arange(0, WIDTH) + i * WIDTH)[None, :]
+        tl.store(at, pieces[i].to(target.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def take_rows(asked, rows, inside, peak, mass, total, scale):
+    """Add cache rows to a softmax. Both they and the queries come in pieces; the first ones are the values too."""
+    score = tl.dot(asked[0], tl.trans(rows[0]), input_precision="ieee")
+    for i in tl.static_range(1, len(rows)):
+        score = tl.dot(asked[i], tl.trans(rows[i]), score, input_precision="ieee")
     score = tl.where(inside[None, :], score * scale, float("-inf"))
     top = tl.maximum(peak, tl.max(score, 1))
     old = tl.exp2(peak - finite(top))
     weight = tl.exp2(score - finite(top)[:, None])
     mass = mass * old + tl.sum(weight, 1)
-    total = tl.dot(weight.to(OPERAND), values, total * old[:, None], input_precision="ieee")
-    return top, mass, total
+    weight = weight.to(rows[0].dtype)
+    sums = nothing()
+    for i in tl.static_range(len(total)):
+        sums = sums + (tl.dot(weight, rows[i], total[i] * old[:, None], input_precision="ieee"),)
+    return top, mass, sums
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -163,6 +187,7 @@ def attend_rows(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
     VECTOR: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -178,15 +203,9 @@ def attend_rows(
     local = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(0) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
     asked_at = query + (first_row + local) * query_stride * VECTOR + (head * (RANK + ROPE))[:, None]
-    real = (head < HEADS)[:, None]
-    asked = tl.load(asked_at + tl.arange(0, RANK)[None, :], mask=real, other=0.0).to(OPERAND)
-    asked_rope = asked
-    if ROPE:
-        asked_rope = tl.load(asked_at + (RANK + tl.arange(0, ROPE))[None, :], mask=real, other=0.0).to(OPERAND)
+    asked = columns(asked_at, (head < HEADS)[:, None], 0.0, RANK, ROPE, WIDTH, OPERAND)
     count = tl.load(counts + local)
-    peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
-    mass = tl.zeros((HEAD_TILE,), tl.float32)
-    total = tl.zeros((HEAD_TILE, RANK), tl.float32)
+    peak, mass, total = unseen(HEAD_TILE, RANK, WIDTH)
     whole_peak, whole_mass, whole_total = peak, mass, total
     begin = tl.program_id(1) * SEGMENT if SPLIT else 0
     end = tl.minimum(begin + SEGMENT, count) if SPLIT else count
@@ -194,23 +213,20 @@ def attend_rows(
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         if not SPLIT and PARTS > 1 and first % SEGMENT == 0:
             whole_peak, whole_mass, whole_total = merged(whole_peak, whole_mass, whole_total, peak, mass, total)
-            peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
-            mass = tl.zeros((HEAD_TILE,), tl.float32)
-            total = tl.zeros((HEAD_TILE, RANK), tl.float32)
+            peak, mass, total = unseen(HEAD_TILE, RANK, WIDTH)
         slot = first + tl.arange(0, KEYS)
         start = latent + tl.load(places + local * PLACES + slot).to(tl.int64)[:, None] * UNIT
-        peak, mass, total = take_rows(
-            asked, asked_rope, start, slot < end, peak, mass, total, scale * LOG2_E, RANK, ROPE, OPERAND
-        )
+        rows = columns(start, None, None, RANK, ROPE, WIDTH, OPERAND)
+        peak, mass, total = take_rows(asked, rows, slot < end, peak, mass, total, scale * LOG2_E)
     if not SPLIT and PARTS > 1:
         peak, mass, total = merged(whole_peak, whole_mass, whole_total, peak, mass, total)
     if SPLIT:
         line = (local * PARTS + tl.program_id(1)) * HEADS + head
-        tl.store(part + (line * RANK)[:, None] + tl.arange(0, RANK)[None, :], total, mask=real)
+        store_pieces(part, line, head < HEADS, total)
         tl.store(part_peak + line, peak, mask=head < HEADS)
         tl.store(part_mass + line, mass, mask=head < HEADS)
     else:
-        store_result(out, lse, first_row + local, head, peak, mass, total, HEADS, RANK, LSE)
+        store_result(out, lse, first_row + local, head, peak, mass, total, HEADS, LSE)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -236,17 +252,15 @@ def merge_parts(
     local = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     real = head < HEADS
-    peak = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
-    mass = tl.zeros((HEAD_TILE,), tl.float32)
-    total = tl.zeros((HEAD_TILE, RANK), tl.float32)
+    peak, mass, total = unseen(HEAD_TILE, RANK, RANK)
     for segment in tl.static_range(PARTS):
         line = (local * PARTS + segment) * HEADS + head
         new_peak = tl.load(part_peak + line, mask=real, other=float("-inf"))
         new_mass = tl.load(part_mass + line, mask=real, other=0.0)
         at = part + (line * RANK)[:, None] + tl.arange(0, RANK)[None, :]
         new_total = tl.load(at, mask=real[:, None], other=0.0)
-        peak, mass, total = merged(peak, mass, total, new_peak, new_mass, new_total)
-    store_result(out, lse, first_row + local, head, peak, mass, total, HEADS, RANK, LSE)
+        peak, mass, total = merged(peak, mass, total, new_peak, new_mass, (new_total,))
+    store_result(out, lse, first_row + local, head, peak, mass, total, HEADS, LSE)
 
 
 class Attend:
@@ -254,7 +268,8 @@ class Attend:
 
     def __init__(self, problem: Problem, device: Device) -> None:
         self._problem, self._device = problem, device
-        self._tile, self._split = attend_tile(problem, device), attend_split(problem, device)
+        self._split = attend_split(problem, device)
+        self._tiles = {decode: attend_tile(problem, device, decode=decode) for decode in (False, True)}
 
     def warm_up(self, where: torch.device) -> None:
         """Run every kernel on tokens that attend to nothing, decoding and prefilling, with and without lse."""
@@ -342,7 +357,7 @@ class Attend:
         lse: torch.Tensor | None,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        dims, tile, rows = self._problem.dims, self._tile, run.stop - run.start
+        dims, tile, rows = self._problem.dims, self._tiles[not run.prefill], run.stop - run.start
         vector = gcd(dims.head_dim, 8)
         row_stride("out", out, dims.num_heads * dims.kv_lora_rank)
         results = (out, out if lse is None else lse)
@@ -374,6 +389,7 @@ class Attend:
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
+            WIDTH=tile.columns,
             STAGES=tile.lone_stages if lone else tile.stages,
             **early(self._device),
             num_warps=tile.warps,

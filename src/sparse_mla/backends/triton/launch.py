@@ -58,6 +58,12 @@ def follow(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def nothing():
+    """An empty tuple to add to: Triton does not unpack one into another, and mypy would type a literal as empty for good."""
+    return ()
+
+
 def early(device: Device) -> dict[str, bool]:
     """Options with which a kernel starts while the one before it ends, where the device can (sm90 and later).
 

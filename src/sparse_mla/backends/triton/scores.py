@@ -14,7 +14,7 @@ import triton.language as tl
 from . import scratch
 from .encoding import decoded
 from .keep import keep, keep_in_place
-from .launch import follow
+from .launch import follow, nothing
 
 RUNTIME = [
     "first_row",
@@ -190,12 +190,6 @@ def score_tiles(
         else:
             tickets = tickets + tl.zeros((ROWS, KEYS), tl.int32)
             keep(score, position, visible, limit, limit_position, tickets, candidates, start, CAPACITY)
-
-
-@triton.jit
-def nothing():
-    """An empty tuple to add to: Triton does not unpack one into another, and mypy would type a literal as empty for good."""
-    return ()
 
 
 @triton.jit

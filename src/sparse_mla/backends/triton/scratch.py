@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...workspace import BufferSpec
-from .tuning import attend_split, attend_tile
+from .tuning import attend_split
 
 if TYPE_CHECKING:
     from ...device import Device
@@ -88,7 +88,7 @@ def attend_buffers(problem: Problem, device: Device, budget: int) -> tuple[Buffe
     """Where the selected rows of each token are; and partial results of calls that split a token's list over programs."""
     del budget
     split, dims = attend_split(problem, device), problem.dims
-    places = power_of_two(max(dims.index_topk, attend_tile(problem, device).keys))
+    places = power_of_two(max(dims.index_topk, split.segment))
     rows = min(problem.max_num_tokens, max(1, _PLACES_BYTES // (4 * places)))
     located = (
         BufferSpec(name="places", shape=(rows, places), dtype="i32"),

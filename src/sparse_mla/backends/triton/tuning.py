@@ -41,7 +41,9 @@ class ScoreTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttendTile:
-    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows.
+    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows, ``columns`` of a latent row at a time.
+
+    Narrow columns are addressed with fewer instructions; wide ones suit products that read shared memory as it is.
 
     ``lone_stages`` is for calls with no more programs than multiprocessors, where each must hide its own latency.
     Stages change no bit.
@@ -49,6 +51,7 @@ class AttendTile:
 
     heads: int
     keys: int
+    columns: int
     warps: int
     stages: int
     lone_stages: int
@@ -114,30 +117,32 @@ def pick_warps(candidates: int, device: Device) -> int:
     return max(4, min(most, candidates // 512))
 
 
-def attend_tile(problem: Problem, device: Device) -> AttendTile:
-    """Heads are padded to the smallest tile that the matrix units take, never the problem to 64."""
-    heads, roomy = problem.dims.num_heads, device.shared_bytes > _ROOMY
+def attend_tile(problem: Problem, device: Device, *, decode: bool = False) -> AttendTile:
+    """Heads are padded to the smallest tile that the matrix units take, never the problem to 64.
+
+    Many heads take large tiles, so that fewer read a row; in decode, where programs are few, small ones, unless in strict
+    mode both must give the same bits.
+    """
+    heads, whole, roomy = problem.dims.num_heads, problem.dims.kv_lora_rank, device.shared_bytes > _ROOMY
     if problem.dtype == "f32" or problem.latent.encoding == "f32":
-        return AttendTile(heads=16, keys=16, warps=4, stages=1, lone_stages=1)
-    small = heads <= 16
+        return AttendTile(heads=16, keys=16, columns=whole, warps=4, stages=1, lone_stages=1)
     if device.kind == "rocm":
-        keys, warps = 32 if roomy else 16, 8 if _short_waves(device) else 4
-        return AttendTile(heads=16 if small else 32, keys=keys, warps=warps, stages=1, lone_stages=1)
+        tile, keys, warps = 16 if heads <= 16 else 32, 32 if roomy else 16, 8 if _short_waves(device) else 4
+        return AttendTile(heads=tile, keys=keys, columns=whole, warps=warps, stages=1, lone_stages=1)
+    # Up to 32 heads two tiles of 16 rather than one of 32, whose accumulators fill the registers.
+    if heads <= 32 or (decode and not problem.deterministic):
+        ahead = 5 if device.shared_bytes > _SPACIOUS else 3
+        return AttendTile(heads=16, keys=64 if roomy else 32, columns=64, warps=4, stages=3, lone_stages=ahead)
     if not roomy:
-        return AttendTile(heads=16 if small else 32, keys=32, warps=4 if small else 8, stages=3, lone_stages=3)
-    if small:
-        spacious = device.shared_bytes > _SPACIOUS
-        return AttendTile(heads=16, keys=64, warps=4, stages=2, lone_stages=5 if spacious else 2)
-    if heads <= 32:
-        return AttendTile(heads=32, keys=32, warps=4, stages=3, lone_stages=3)
+        return AttendTile(heads=32, keys=32, columns=whole, warps=8, stages=3, lone_stages=3)
     # sm100 and sm103 stage all operands of a tile in shared memory.
     keys, stages = (32, 2) if device.arch in {"sm100", "sm103"} else (64, 3)
-    return AttendTile(heads=64, keys=keys, warps=8, stages=stages, lone_stages=stages)
+    return AttendTile(heads=64, keys=keys, columns=whole, warps=8, stages=stages, lone_stages=stages)
 
 
 def attend_split(problem: Problem, device: Device) -> AttendSplit:
     """Segments of 256: enough programs for one row, and few enough that merging costs little."""
-    topk, tile = problem.dims.index_topk, attend_tile(problem, device)
+    topk, tile = problem.dims.index_topk, attend_tile(problem, device, decode=True)
     segment = max(tile.keys, min(256, -(-topk // tile.keys) * tile.keys))
     blocks = -(-problem.dims.num_heads // tile.heads)
     return AttendSplit(
@@ -145,5 +150,6 @@ def attend_split(problem: Problem, device: Device) -> AttendSplit:
         parts=-(-topk // segment),
         # Beyond half the device parts no longer gain by their number what storing and merging them costs.
         rows=max(1, device.units // (2 * blocks)),
-        strict=problem.deterministic or problem.dims.num_heads <= 16,
+        # A second accumulator of 16 heads fits beside the first.
+        strict=problem.deterministic or attend_tile(problem, device).heads <= 16,
     )
