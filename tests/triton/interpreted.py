@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 import triton
@@ -18,7 +19,9 @@ from disagreeing import Reordered, Silent, agree
 from sparse_mla.backends.table import TABLE
 from sparse_mla.backends.triton import scratch, select
 from sparse_mla.backends.triton.attend import Attend
+from sparse_mla.backends.triton.gather import ways_to_gather
 from sparse_mla.backends.triton.pick import nth_largest
+from sparse_mla.backends.triton.scores import sampled_position
 from sparse_mla.backends.triton.select import Select
 from sparse_mla.backends.triton.tuning import attend_split
 from sparse_mla.batch import BatchLayout
@@ -92,10 +95,10 @@ def padding_junk(judged):
 def segments(judged):
     """Lists of several tiles and segments, with gaps: right, and with the same bits split over programs and in one."""
     del judged
-    for heads, units in ((3, 16), (40, 32)):
+    for heads, units, strict in ((3, 16, True), (40, 32, True), (40, 48, False)):
         device = replace(Device.named("cpu"), units=units)
         geometry = plain_caches("long lists", sizes(heads, 2, 600), "f16")
-        problem = geometry.problem(max_num_tokens=32, max_num_requests=32, max_model_len=1024)
+        problem = geometry.problem(max_num_tokens=32, max_num_requests=32, max_model_len=1024, deterministic=strict)
         attend = Attend(problem, device)
         assert attend_split(problem, device).rows == 8
         workspace = Workspace()
@@ -175,6 +178,40 @@ def search(judged):
             raise AssertionError(f"{keys}: {found}")
 
 
+@triton.jit
+def sampled(out, seed, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    number = tl.arange(0, SIZE)
+    tl.store(out + number, sampled_position(number, seed, STRIDE))
+
+
+def samples(judged):
+    """One key of each stride is sampled, every place as often as others, and who knows one seed cannot tell with another."""
+    del judged
+    size, stride = 4096, 32
+    places = []
+    for seed in (0, 1, 2**31 - 1, 12345):
+        found = torch.empty(size, dtype=torch.int32)
+        sampled[(1,)](found, seed, SIZE=size, STRIDE=stride)
+        assert torch.equal(found // stride, torch.arange(size, dtype=torch.int32)), f"seed {seed}: {found}"
+        places.append(found % stride)
+        counts = places[-1].bincount(minlength=stride)
+        assert (abs(counts - size / stride) < 6 * (size / stride) ** 0.5).all(), f"seed {seed}: {counts}"
+    for one, other in combinations(places, 2):
+        for shift in range(stride):  # not even up to a shift
+            same = int(((one + shift) % stride == other).sum())
+            assert abs(same - size / stride) < 6 * (size / stride) ** 0.5, f"{same} of {size} alike"
+
+
+def gathered(judged):
+    """The bench's ceiling for gathering rows reads all rows that are listed."""
+    del judged
+    rows = torch.randint(-1000, 1000, (50, 288), dtype=torch.int32)
+    listed = torch.randint(0, 50, (2, 128), dtype=torch.int32)
+    for way in ways_to_gather(rows, listed):
+        way()
+        assert torch.equal(way.args[-1], rows[listed.long()].sum(1, dtype=torch.int32))
+
+
 def prefill(judged, geometry):
     """Two prompts whose scores tie, in one call and in fast mode, against the reference; how many rows got a limit, and how
     many of those failed.
@@ -199,7 +236,19 @@ def prefill(judged, geometry):
     return spans[0].size, sum(seen)  # all of the first prompt's rows see more keys than candidates
 
 
-GROUPS = (search, write_bytes, index_lists, padding_junk, segments, agreement, hard_scores, ties_and_limits, exact_path)
+GROUPS = (
+    search,
+    samples,
+    gathered,
+    write_bytes,
+    index_lists,
+    padding_junk,
+    segments,
+    agreement,
+    hard_scores,
+    ties_and_limits,
+    exact_path,
+)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 CHILD = Path(__file__).with_name("interpreted.py")
-GROUPS = re.search(r"^GROUPS = \((.*)\)$", CHILD.read_text(encoding="utf-8"), re.MULTILINE)[1].split(", ")
+GROUPS = re.search(r"^GROUPS = \((.*?)\)$", CHILD.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", re.findall(r"\w+", GROUPS))
 def test_kernels_in_the_interpreter(group):
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(CHILD), group]

@@ -15,6 +15,7 @@ from .scores import COUNTER_WORDS, SLICED, load_keys, load_row, row_scores, samp
 
 LAST = tl.constexpr(2**31 - 1)
 RUNTIME = [
+    "seed",
     "first_row",
     "query_stride",
     "weight_stride",
@@ -82,6 +83,7 @@ def set_limits(
     kept,
     failed,
     pool,
+    seed,
     first_row,
     table_width,
     RANK: tl.constexpr,
@@ -105,7 +107,7 @@ def set_limits(
     limit_position = tl.full((), LAST, tl.int32)
     if visible > CAPACITY:
         number = tl.arange(0, SAMPLES)
-        position = sampled_position(number, STRIDE)
+        position = sampled_position(number, seed, STRIDE)
         inside = position < visible
         score = tl.load(pool + local * SAMPLES + number, mask=inside, other=0.0)
         key = ordered(score, inside)

@@ -17,6 +17,7 @@ from .keep import keep, keep_in_place
 from .launch import follow, nothing
 
 RUNTIME = [
+    "seed",
     "first_row",
     "stop_row",
     "query_stride",
@@ -34,10 +35,17 @@ COUNTER_WORDS = tl.constexpr(scratch.COUNTER_WORDS)
 
 
 @triton.jit
-def sampled_position(sample, STRIDE: tl.constexpr):
-    """Position of a sample: one in each STRIDE keys, spread by a golden-ratio hash so that no page or turn lines up."""
-    jitter = (sample.to(tl.uint32) * 2654435769) >> 15
-    return sample * STRIDE + (jitter & (STRIDE - 1)).to(tl.int32)
+def sampled_position(sample, seed, STRIDE: tl.constexpr):
+    """Position of a sample: in each STRIDE keys one, which of them only who knows the seed can say.
+
+    So no page or turn lines up with the sample, and nobody can write a prompt whose limits fail. Mixed as MurmurHash3
+    ends.
+    """
+    mixed = sample.to(tl.uint32) ^ seed.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    mixed = mixed ^ (mixed >> 16)
+    return sample * STRIDE + (mixed & (STRIDE - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -89,6 +97,7 @@ def score_tiles(
     kept,
     pool,
     candidates,
+    seed,
     first_row,
     query_stride,
     weight_stride,
@@ -140,7 +149,7 @@ def score_tiles(
     position = number
     if STRIDE:
         visible = tl.where(visible <= CAPACITY, 0, visible)
-        position = sampled_position(number, STRIDE)
+        position = sampled_position(number, seed, STRIDE)
         nearest = nearest * STRIDE
     reach = tl.max(visible, 0)
     if reach <= nearest:
@@ -250,6 +259,7 @@ def score_rows(
     kept,
     pool,
     candidates,
+    seed,
     first_row,
     query_stride,
     weight_stride,
@@ -297,7 +307,7 @@ def score_rows(
     tickets = kept + local * COUNTER_WORDS + tl.zeros((KEYS,), tl.int32)
     for tile in tl.range(tl.program_id(0), (count + KEYS - 1) // KEYS, tl.num_programs(0), num_stages=STAGES):
         number = tile * KEYS + tl.arange(0, KEYS)
-        position = sampled_position(number, STRIDE) if STRIDE else number
+        position = sampled_position(number, seed, STRIDE) if STRIDE else number
         keys, key_scale = load_keys(
             values,
             scale,

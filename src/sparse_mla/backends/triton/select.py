@@ -5,6 +5,7 @@ How many programs start follows from host bounds and the device alone; what they
 
 from __future__ import annotations
 
+from secrets import randbits
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class Select:
         self._most_rows = pass_rows(problem, device)
         self.capacity = candidates(problem.dims.index_topk)
         self._stride = sample_stride(problem)
+        self.seed = randbits(31)  # of which keys are sampled; what is selected does not depend on it
 
     def warm_up(self, where: torch.device) -> None:
         """Run every kernel on rows that see nothing, for queries in the cache's dtype and in the activations'.
@@ -174,6 +176,7 @@ class Select:
             *limits,
             pool,
             pool.view(torch.int64),
+            self.seed,
             run.start,
             *inputs.strides,
         )
@@ -187,6 +190,7 @@ class Select:
             *limits,
             scratch["failed"],
             pool,
+            self.seed,
             run.start,
             inputs.strides[3],
             RANK=sample_rank(problem),
