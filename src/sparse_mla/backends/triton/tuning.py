@@ -127,7 +127,7 @@ def attend_tile(problem: Problem, device: Device, *, decode: bool = False) -> At
     if problem.dtype == "f32" or problem.latent.encoding == "f32":
         return AttendTile(heads=16, keys=16, columns=whole, warps=4, stages=1, lone_stages=1)
     if device.kind == "rocm":
-        tile, keys, warps = 16 if heads <= 16 else 32, 32 if roomy else 16, 8 if _short_waves(device) else 4
+        tile, keys, warps = 16 if heads <= 16 else 32, 32 if roomy else 16, 16 if _short_waves(device) else 4
         return AttendTile(heads=tile, keys=keys, columns=whole, warps=warps, stages=1, lone_stages=1)
     # Up to 32 heads two tiles of 16 rather than one of 32, whose accumulators fill the registers.
     if heads <= 32 or (decode and not problem.deterministic):
