@@ -4,7 +4,7 @@
 
 Queries and keys are such that the score of a key is exactly its scale in the cache, which so may be anything. Exits with 1 if
 a row is wrong, if one distribution takes more than twice the time of the random one, or four times where it was made against
-the sampling. Two that also know its seed, which no prompt can, are timed without a bound.
+the sampling of the Triton backend. Two that also know the seed of that, which no prompt can, are timed without a bound.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from math import inf
 
 import torch
 
-from sparse_mla.backends.triton import select
-from sparse_mla.backends.triton.scratch import sample_stride
 from sparse_mla.bench.cases import Prepared, Shape
 from sparse_mla.bench.timing import median_us
 from sparse_mla.device import probe
 
 SEED = 20261130
-MOST = {"another seed": 4.0, "sampled keys": inf}
-"""Times the random distribution that one made against the sample may cost; others twice."""
+NAMED, HOSTILE = 2.0, 4.0
 
 
 def sampled_keys(count: int, stride: int, seed: int) -> torch.Tensor:
@@ -34,19 +31,30 @@ def sampled_keys(count: int, stride: int, seed: int) -> torch.Tensor:
     return number * stride + ((mixed ^ mixed >> 16) & stride - 1)
 
 
-def distributions(count: int, stride: int) -> dict[str, torch.Tensor]:
-    """Scores ``[count] f32`` by name; the last four are made against the sample, with another seed and with the one used."""
+def made_against_the_sample(uniform: torch.Tensor, stride: int) -> dict[str, tuple[torch.Tensor, float]]:
+    """Scores and bounds by name: what is best or worst just where another seed samples, and where the one in use does."""
+
+    def shifted(seed: int, inside: float, outside: float) -> torch.Tensor:
+        sampled = sampled_keys(len(uniform), stride, seed)
+        return (uniform + outside).index_add(0, sampled, torch.full((len(sampled),), inside - outside))
+
+    return {
+        "best where another seed samples": (shifted(SEED + 1, 4.0, 0.0), HOSTILE),
+        "worst where another seed samples": (shifted(SEED + 1, -4.0, 4.0), HOSTILE),
+        "best at the sampled keys": (shifted(SEED, 4.0, 0.0), inf),
+        "worst at the sampled keys": (shifted(SEED, -4.0, 4.0), inf),
+    }
+
+
+def distributions(count: int, stride: int | None) -> dict[str, tuple[torch.Tensor, float]]:
+    """Scores ``[count] f32`` by name, and how many times the random one each may cost; ``stride``: keys for each sampled one."""
     generator = torch.Generator().manual_seed(0)
     position, uniform = torch.arange(count), torch.rand(count, generator=generator)
     normal = torch.randn(count, generator=generator)
     recent = torch.exp2((position - count) / 1024)
     spans = ((position // 512) % 37 == 5).float()
 
-    def where_sampled(seed: int, inside: float, outside: float) -> torch.Tensor:
-        sampled = sampled_keys(count, stride, seed)
-        return (uniform + outside).index_add(0, sampled, torch.full((len(sampled),), inside - outside))
-
-    return {
+    named = {
         "random": normal,
         "all equal": torch.ones(count),
         "zero but 100": torch.where(position % (count // 100) == 7, normal, 0.0),
@@ -63,11 +71,9 @@ def distributions(count: int, stride: int) -> dict[str, torch.Tensor]:
         "half NaN": torch.where(uniform < 0.5, normal, torch.nan),
         "inf and -inf": torch.where(uniform < 0.1, torch.inf, torch.where(uniform < 0.2, -torch.inf, normal)),
         "all -inf": torch.full((count,), -torch.inf),
-        "best where another seed samples": where_sampled(SEED + 1, 4.0, 0.0),
-        "worst where another seed samples": where_sampled(SEED + 1, -4.0, 4.0),
-        "best at the sampled keys": where_sampled(SEED, 4.0, 0.0),
-        "worst at the sampled keys": where_sampled(SEED, -4.0, 4.0),
     }
+    bounded = {name: (scores, NAMED) for name, scores in named.items()}
+    return bounded if stride is None else bounded | made_against_the_sample(uniform, stride)
 
 
 def expected(scores: torch.Tensor, visible: int, topk: int) -> torch.Tensor:
@@ -88,7 +94,10 @@ def main() -> int:
     args = parser.parse_args()
     where = torch.device(args.device)
     shape = Shape(stage="select", heads=32, rows=args.rows, requests=1, context=args.context)
-    select.randbits = lambda _: SEED
+    if args.backend == "triton":
+        from sparse_mla.backends.triton import scratch, select
+
+        select.randbits = lambda _: SEED
     case = Prepared(shape, probe(where), where, backend=args.backend, strict=False)
     # 128 products of 1 and 1/128 in each of 32 heads of weight 1/32: every step is exact.
     case.view.field("values").copy_(torch.ones((), device=where))
@@ -98,7 +107,8 @@ def main() -> int:
     table, size = case.batch.block_table[0].long(), case.view.block_size
     position = torch.arange(args.context, device=where)
     bad, base = 0, 0.0
-    for name, scores in distributions(args.context, sample_stride(case.plan.problem)).items():
+    stride = scratch.sample_stride(case.plan.problem) if args.backend == "triton" else None
+    for name, (scores, most) in distributions(args.context, stride).items():
         on_device = scores.to(where)
         scale[table[position // size], position % size] = on_device
         case.call()
@@ -111,7 +121,6 @@ def main() -> int:
         ]
         took = median_us(case.call, where, graph=where.type == "cuda")
         base = base or took
-        most = next((times for part, times in MOST.items() if part in name), 2.0)
         verdict = f"WRONG in rows {wrong}" if wrong else "exact" if took <= most * base else "exact, TOO SLOW"
         bad += verdict != "exact"
         print(f"{name:34}{took:10.0f} µs {took / base:6.2f} x  {verdict}", flush=True)

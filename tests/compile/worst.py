@@ -33,7 +33,7 @@ def worst_launches(device) -> dict[str, Launch]:
 def _named(name: str, constants: dict) -> str:
     if name == "attend_rows":
         kind = "split" if constants["SPLIT"] else "looped" if constants["PARTS"] > 1 else "whole"
-        return f"{name}, {constants['HEAD_TILE']} heads, {kind}, {constants['STAGES']} stages"
+        return f"{name}, tiles of {constants['HEAD_TILE']} heads, {kind}, {constants['STAGES']} stages"
     if name.startswith("score_"):
         return f"{name}, {'sample' if constants['STRIDE'] else 'keep'}, {constants['KEYS']} keys"
     return name

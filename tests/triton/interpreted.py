@@ -19,7 +19,7 @@ from disagreeing import Reordered, Silent, agree
 from sparse_mla.backends.table import TABLE
 from sparse_mla.backends.triton import scratch, select
 from sparse_mla.backends.triton.attend import Attend
-from sparse_mla.backends.triton.gather import ways_to_gather
+from sparse_mla.backends.triton.gather_ceiling import ways_to_gather
 from sparse_mla.backends.triton.pick import nth_largest
 from sparse_mla.backends.triton.scores import sampled_position
 from sparse_mla.backends.triton.select import Select

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from sparse_mla.attention import SparseMLA
 from sparse_mla.backends.eager.attend import Attend
 from sparse_mla.backends.eager.select import Select
 from sparse_mla.backends.table import TABLE, TRITON_ARCHS
-from sparse_mla.backends.triton import launch
+from sparse_mla.backends.triton import launch, select
 from sparse_mla.cache import index_fp8
 from sparse_mla.device import Device
 from sparse_mla.errors import BackendRejectedError, KernelError, StrictModeError
@@ -154,6 +155,21 @@ def test_bits_that_differ_cost_the_promise_and_not_the_kernel():
         operator.warm_up()
     assert (operator.plan.select.row.name, operator.plan.select.mode) == ("second", "fast")
     assert operator.plan.scratch_bytes == plan.scratch_bytes
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_where_bits_differ_the_sample_is_not_drawn(monkeypatch, agree):
+    """Rows that take the exact path are scored by the other kernel there: a draw would then show in bits."""
+    monkeypatch.setattr(select, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(select, "scores_agree", lambda *_: agree)
+    problem = PLAIN.problem(**SIZES, deterministic=False)
+    seeds = set()
+    for _ in range(4):
+        kernels = select.Select(problem, CPU)
+        with nullcontext() if agree else pytest.raises(StrictModeError):
+            kernels.warm_up(torch.device("cpu"))
+        seeds.add(kernels._seed)
+    assert (len(seeds) > 1) is agree
 
 
 def test_bits_that_differ_give_way_where_strict_mode_was_asked_for():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
+
+from ..errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,11 +68,12 @@ def ceilings(where: torch.device) -> dict[str, float]:
     copied = median_us(lambda: torch.index_select(rows, 0, picked, out=gathered), where)
     gather = 2 * len(picked) * 1152 / copied / 1e3
     if not small and find_spec("triton"):
-        from ..backends.triton.gather import ways_to_gather
+        from ..backends.triton.gather_ceiling import ways_to_gather
 
         listed = torch.randint(0, len(rows), (4096, 2048), dtype=torch.int32, device=where)
-        ways = ways_to_gather(rows.view(torch.int32), listed)
-        gather = max(gather, *(listed.numel() * 1152 / median_us(way, where) / 1e3 for way in ways))
+        for way in ways_to_gather(rows.view(torch.int32), listed):
+            with suppress(KernelError):  # the largest tile fits into few devices
+                gather = max(gather, listed.numel() * 1152 / median_us(way, where) / 1e3)
     size = 1024 if small else 8192
     left, right = (torch.randn(size, size, device=where).bfloat16() for _ in range(2))
     matmul = 2 * size**3 / median_us(lambda: left @ right, where) / 1e6

@@ -90,7 +90,7 @@ def finite(peak):
 
 
 @triton.jit
-def columns(at, inside, other, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+def load_pieces(at, inside, other, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
     """Rows ``[N, RANK + ROPE]`` ready to multiply, as a tuple of pieces: the latent part in steps of WIDTH, the rope part."""
     pieces = nothing()
     for first in tl.static_range(0, RANK, WIDTH):
@@ -147,7 +147,10 @@ def store_pieces(target, line, real, pieces):
 
 @triton.jit
 def take_rows(asked, rows, inside, peak, mass, total, scale):
-    """Add cache rows to a softmax. Both they and the queries come in pieces; the first ones are the values too."""
+    """Add cache rows, pieces ``[N, W]``, to the softmax of the queries, pieces ``[H, W]``, where ``inside [N]``.
+
+    All pieces of a row are its key; those that ``total`` has, its value.
+    """
     score = tl.dot(asked[0], tl.trans(rows[0]), input_precision="ieee")
     for i in tl.static_range(1, len(rows)):
         score = tl.dot(asked[i], tl.trans(rows[i]), score, input_precision="ieee")
@@ -203,7 +206,7 @@ def attend_rows(
     local = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(0) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
     asked_at = query + (first_row + local) * query_stride * VECTOR + (head * (RANK + ROPE))[:, None]
-    asked = columns(asked_at, (head < HEADS)[:, None], 0.0, RANK, ROPE, WIDTH, OPERAND)
+    asked = load_pieces(asked_at, (head < HEADS)[:, None], 0.0, RANK, ROPE, WIDTH, OPERAND)
     count = tl.load(counts + local)
     peak, mass, total = unseen(HEAD_TILE, RANK, WIDTH)
     whole_peak, whole_mass, whole_total = peak, mass, total
@@ -216,7 +219,7 @@ def attend_rows(
             peak, mass, total = unseen(HEAD_TILE, RANK, WIDTH)
         slot = first + tl.arange(0, KEYS)
         start = latent + tl.load(places + local * PLACES + slot).to(tl.int64)[:, None] * UNIT
-        rows = columns(start, None, None, RANK, ROPE, WIDTH, OPERAND)
+        rows = load_pieces(start, None, None, RANK, ROPE, WIDTH, OPERAND)
         peak, mass, total = take_rows(asked, rows, slot < end, peak, mass, total, scale * LOG2_E)
     if not SPLIT and PARTS > 1:
         peak, mass, total = merged(whole_peak, whole_mass, whole_total, peak, mass, total)
@@ -389,7 +392,7 @@ class Attend:
             SPLIT=split,
             HEAD_TILE=tile.heads,
             KEYS=tile.keys,
-            WIDTH=tile.columns,
+            WIDTH=tile.width,
             STAGES=tile.lone_stages if lone else tile.stages,
             **early(self._device),
             num_warps=tile.warps,

@@ -2,8 +2,8 @@
 
 The score of key s for query row t is ``scale[s] · Σ_h weight[t, h] · relu(q[t, h] · k[s])``. Two kernels compute it,
 adding head after head: ``score_tiles`` for many rows of a request (a product for each head) and ``score_rows`` for one row
-(all heads in one product). Neither stores what it computes: with SAMPLED it scores a fixed sample of the keys, which
-gives each row a limit; without, it appends what reaches the row's limit to the row's candidates.
+(all heads in one product). Neither stores what it computes: with STRIDE it scores a sample of the keys, which gives
+each row a limit; without, it appends what reaches the row's limit to the row's candidates.
 """
 
 from __future__ import annotations

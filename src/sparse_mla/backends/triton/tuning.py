@@ -41,9 +41,9 @@ class ScoreTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttendTile:
-    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows, ``columns`` of a latent row at a time.
+    """One product of attend: ``heads`` heads of one token by ``keys`` selected rows, ``width`` columns of a latent row at a time.
 
-    Narrow columns are addressed with fewer instructions; wide ones suit products that read shared memory as it is.
+    Narrow pieces are addressed with fewer instructions; wide ones suit products that read shared memory as it is.
 
     ``lone_stages`` is for calls with no more programs than multiprocessors, where each must hide its own latency.
     Stages change no bit.
@@ -51,7 +51,7 @@ class AttendTile:
 
     heads: int
     keys: int
-    columns: int
+    width: int
     warps: int
     stages: int
     lone_stages: int
@@ -85,7 +85,7 @@ def operand(keys: str, query: str, device: Device) -> str:
 
 
 def _short_waves(device: Device) -> bool:
-    """RDNA runs 32 threads a wave, CDNA 64: twice the waves hold the same tile in as many registers."""
+    """RDNA runs 32 threads a wave, CDNA 64: the same tile needs at least twice the waves."""
     return device.arch.startswith(("gfx11", "gfx12"))
 
 
@@ -125,19 +125,19 @@ def attend_tile(problem: Problem, device: Device, *, decode: bool = False) -> At
     """
     heads, whole, roomy = problem.dims.num_heads, problem.dims.kv_lora_rank, device.shared_bytes > _ROOMY
     if problem.dtype == "f32" or problem.latent.encoding == "f32":
-        return AttendTile(heads=16, keys=16, columns=whole, warps=4, stages=1, lone_stages=1)
+        return AttendTile(heads=16, keys=16, width=whole, warps=4, stages=1, lone_stages=1)
     if device.kind == "rocm":
         tile, keys, warps = 16 if heads <= 16 else 32, 32 if roomy else 16, 16 if _short_waves(device) else 4
-        return AttendTile(heads=tile, keys=keys, columns=whole, warps=warps, stages=1, lone_stages=1)
+        return AttendTile(heads=tile, keys=keys, width=whole, warps=warps, stages=1, lone_stages=1)
     # Up to 32 heads two tiles of 16 rather than one of 32, whose accumulators fill the registers.
     if heads <= 32 or (decode and not problem.deterministic):
         ahead = 5 if device.shared_bytes > _SPACIOUS else 3
-        return AttendTile(heads=16, keys=64 if roomy else 32, columns=64, warps=4, stages=3, lone_stages=ahead)
+        return AttendTile(heads=16, keys=64 if roomy else 32, width=64, warps=4, stages=3, lone_stages=ahead)
     if not roomy:
-        return AttendTile(heads=32, keys=32, columns=whole, warps=8, stages=3, lone_stages=3)
+        return AttendTile(heads=32, keys=32, width=whole, warps=8, stages=3, lone_stages=3)
     # sm100 and sm103 stage all operands of a tile in shared memory.
     keys, stages = (32, 2) if device.arch in {"sm100", "sm103"} else (64, 3)
-    return AttendTile(heads=64, keys=keys, columns=whole, warps=8, stages=stages, lone_stages=stages)
+    return AttendTile(heads=64, keys=keys, width=whole, warps=8, stages=stages, lone_stages=stages)
 
 
 def attend_split(problem: Problem, device: Device) -> AttendSplit:
