@@ -398,16 +398,21 @@ class Attend:
             num_warps=tile.warps,
         )
         if split:
-            group = 4
-            launch(
-                merge_parts,
-                (rows, -(-dims.num_heads // group)),
-                *results,
-                *parts,
-                run.start,
-                **shape,
-                PARTS=self._split.parts,
-                HEAD_TILE=group,
-                **early(self._device),
-                num_warps=4,
-            )
+            self._merge(run, results, parts, shape)
+
+    def _merge(
+        self, run: Run, results: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], shape: dict[str, int]
+    ) -> None:
+        rows, group = run.stop - run.start, 4
+        launch(
+            merge_parts,
+            (rows, -(-self._problem.dims.num_heads // group)),
+            *results,
+            *parts,
+            run.start,
+            **shape,
+            PARTS=self._split.parts,
+            HEAD_TILE=group,
+            **early(self._device),
+            num_warps=4,
+        )
