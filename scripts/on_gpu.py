@@ -34,7 +34,10 @@ SUITE = (
 TOGETHER = {
     "gpu-tests": ("-m", "pytest", "-q", "-W", "default", "-m", "gpu", "tests/triton"),
     "conformance": ("-m", "pytest", "-q", *SPREAD, *SUITE, *JUDGED),
-    **{f"verify-{lengths}": (*VERIFY, lengths) for lengths in ("20000,40000", "60000", "80000", "100000", "1000000")},
+    **{
+        f"verify-{lengths.replace(',', '-')}": (*VERIFY, lengths)
+        for lengths in ("20000,40000", "60000", "80000", "100000", "1000000")
+    },
 }
 ALONE = {
     "bench": (*BENCH, "--format", "json"),
