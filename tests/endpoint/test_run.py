@@ -130,6 +130,53 @@ def test_a_second_endpoint_tells_chunk_count_from_length(verify, tmp_path, other
     assert words in result.json["facts"]["verdicts"][1]["statement"]
 
 
+class Lucky(Script):
+    """A script whose fault spares the first request of each length (and cache state) for which ``luck`` is true."""
+
+    def __init__(self, luck, lose, **rest):
+        first = {}
+        super().__init__(
+            lose=lambda seen, at: (
+                lose(seen, at) and not (luck(seen) and first.setdefault((seen.tokens, seen.cached > 0), seen) is seen)
+            ),
+            **rest,
+        )
+
+
+def third_chunk(seen, _):
+    return seen.chunks >= 3
+
+
+@pytest.mark.parametrize(
+    "luck",
+    [
+        lambda seen: 1800 < seen.tokens < 2000,  # neighbours and steps of the bisection
+        lambda seen: 2600 < seen.tokens < 4000,  # steps on the second server
+        lambda seen: seen.tokens == 4000,  # all that was asked of the second server
+    ],
+    ids=["first edge", "second edge", "second server"],
+)
+def test_an_answer_that_is_right_by_luck_moves_no_edge(verify, luck):
+    first = Lucky(luck, third_chunk, chunk=900, tells_cached=False)
+    other = Lucky(luck, third_chunk, chunk=1300, tells_cached=False)
+    with serve(first) as url, serve(other) as second:
+        result = verify("--endpoint", url, "--endpoint", second, "--chunk-tokens", "900,1300")
+    assert result.verdicts == ["endpoint.garbled", "endpoint.chunk-count"]
+    assert "third chunk on, on both" in result.json["facts"]["verdicts"][1]["statement"]
+    edge = result.json["facts"]["first_failing"]
+    assert edge["passes"] <= 1800 < edge["fails"] <= edge["passes"] + 64
+
+
+@pytest.mark.parametrize(
+    "luck", [lambda seen: seen.cached > 0, lambda seen: seen.tokens == 4000 and not seen.cached], ids=["staged", "cold"]
+)
+def test_an_answer_that_is_right_by_luck_excludes_no_length(verify, luck):
+    """Staged prompts that pass once would say that it is not the length; a cold one, that it is the cache."""
+    with serve(Lucky(luck, lambda seen, _: seen.tokens > 2500)) as url:
+        result = verify("--endpoint", url, "--concurrency", "0", "--chunk-tokens", "900")
+    assert result.verdicts == ["endpoint.garbled", "endpoint.length"]
+
+
 def test_near_the_limit_neighbouring_lengths_are_sought_below(verify):
     script = Script(limit=2403, lose=lambda seen, _: seen.tokens > 1200 and seen.tokens % 4 == 3)
     with serve(script) as url:

@@ -1,6 +1,7 @@
 """What a failure follows: length, position, length modulo, concurrency, cache state or the number of prefill chunks.
 
-Asks what tells these apart; ``verdicts`` says what the answers mean.
+Asks what tells these apart; ``verdicts`` says what the answers mean. A broken server can be right by luck (a fault that
+spares most facts of a prompt often is), so a pass that a verdict rests on is asked again with other facts.
 """
 
 from __future__ import annotations
@@ -68,24 +69,27 @@ class Localiser:
     def _cold(self, wanted: Callable[[Trial], bool]) -> list[int]:
         return sorted(t.probe.length for t in self._trials if t.probe.state == "cold" and wanted(t))
 
-    def _trial(self, length: int, server: int = 0) -> Trial:
-        known = [t for t in self._trials if t.probe == Probe(state="cold", length=length, server=server)]
-        if known:
-            return known[0]
-        trial = try_out(self._session, Probe(state="cold", length=length, server=server), self._least)
-        if not server:
-            self._trials.append(trial)
+    def _trial(self, length: int) -> Trial:
+        """A cold prompt of this length; what passes has passed each attempt."""
+        probe = Probe(state="cold", length=length)
+        known = next((trial for trial in self._trials if trial.probe == probe), None)
+        if known and not known.ok:
+            return known
+        trial = try_out(self._session, probe, self._least, doubt_success=True)
+        self._trials = [one for one in self._trials if one is not known] + [trial]
         return trial
 
-    def _fails_once(self, length: int, server: int = 0) -> bool:
-        """One attempt: for bisection, where every length is only a step."""
+    def _fails(self, length: int, server: int = 0, *, doubt_success: bool = False) -> bool:
+        """Whether facts are lost: in one attempt, or in any where success is doubted."""
         probe = Probe(state="cold", length=length, server=server)
         outcome = self._session.ask(probe)
         if not outcome.answered:
             raise StoppedError(
                 f"no answer while the failure was localised: {probe.title}: {outcome.failure}, {outcome.detail}"
             )
-        return not outcome.passes(self._least)
+        if not outcome.passes(self._least):
+            return True
+        return doubt_success and not try_out(self._session, probe, self._least, doubt_success=True).ok
 
     def _against_cold(self) -> None:
         """Failures in other states whose lengths pass when sent alone and cold."""
@@ -108,7 +112,7 @@ class Localiser:
         self.verdicts.append(position)
         if position.id == "endpoint.last-topk":
             return
-        near = {length: length == first or self._fails_once(length) for length in self._near(first)}
+        near = {length: length == first or self._fails(length, doubt_success=True) for length in self._near(first)}
         modulo = modulo_verdict(near)
         if modulo:
             self.verdicts.append(modulo)
@@ -129,13 +133,17 @@ class Localiser:
         return max([self._baseline, *passing])
 
     def _bisect(self, passes: int, fails: int, server: int = 0) -> Edge:
-        while fails - passes > self._resolution:
-            middle = (passes + fails) // 2
-            if self._fails_once(middle, server):
-                fails = middle
-            else:
-                passes = middle
-        return Edge(passes=passes, fails=fails)
+        """One attempt a step; where the length that the edge rests on passed by luck, on below it."""
+        while True:
+            while fails - passes > self._resolution:
+                middle = (passes + fails) // 2
+                if self._fails(middle, server):
+                    fails = middle
+                else:
+                    passes = middle
+            if passes == self._baseline or not self._fails(passes, server, doubt_success=True):
+                return Edge(passes=passes, fails=fails)
+            passes, fails = self._baseline, passes
 
     def _chunks_or_length(self, first: int, edge: Edge) -> Verdict:
         if len(self._session.servers) > 1:
@@ -163,7 +171,8 @@ class Localiser:
         Where a failing length passes in pieces, and where a passing one fails in pieces, it is not the length.
         """
         for pieces in _PIECES:
-            whole = try_out(self._session, Probe(state="staged", length=edge.fails, of=pieces), self._least)
+            probe = Probe(state="staged", length=edge.fails, of=pieces)
+            whole = try_out(self._session, probe, self._least, doubt_success=True)
             if not_cached := _not_cached(whole):
                 return f"prompts staged through the prefix cache tell nothing: {not_cached}"
             if whole.ok:
@@ -211,7 +220,7 @@ class Localiser:
             )
         passed = self._baseline
         for length in lengths:
-            if self._fails_once(length, server=1):
+            if self._fails(length, server=1, doubt_success=length == lengths[-1]):
                 self.second_edge = self._bisect(passed, length, server=1)
                 return compare_edges(edge, self.second_edge, self._chunks, self._resolution)
             passed = length

@@ -92,10 +92,12 @@ def planned(lengths: Iterable[int], *, index_topk: int, least: int, beside: int)
     return probes
 
 
-def try_out(session: Session, probe: Probe, least: float, attempts: int = ATTEMPTS) -> Trial:
-    """Ask a probe; where facts are lost, again with other facts, up to ``attempts`` in all."""
+def try_out(
+    session: Session, probe: Probe, least: float, attempts: int = ATTEMPTS, *, doubt_success: bool = False
+) -> Trial:
+    """Ask a probe; where facts are lost, or if success is doubted, again with other facts: ``attempts`` in all."""
     outcomes = [session.ask(probe)]
-    if outcomes[0].answered and not outcomes[0].passes(least):
+    if outcomes[0].answered and (doubt_success or not outcomes[0].passes(least)):
         outcomes += [session.ask(again(probe, attempt)) for attempt in range(1, attempts)]
     return Trial(probe=probe, outcomes=tuple(outcomes), least=least)
 
