@@ -1,5 +1,6 @@
-"""Mutants of ``eager`` and of the vLLM integration: small automatic changes of their source, each of which a check of the
-gate must notice. Prints one JSON line a mutant; the list that was committed stands in docs/self-test.md.
+"""Mutants of the core, of ``eager``, of the vLLM integration, of doctor and of the endpoint checks: small automatic changes
+of their source, each of which a check of the gate must notice. Prints one JSON line a mutant; docs/self-test.md has what
+came of them.
 
 A general mutation tester would start a new interpreter and load torch for every mutant. Here a mutant is a fork of a
 process that has torch loaded and none of our code: an import hook hands it one changed module, and the cheapest checks
@@ -34,15 +35,31 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "sparse_mla"
 EAGER = "backends.eager.attend", "backends.eager.gather", "backends.eager.scratch", "backends.eager.select"
 VLLM = "impl", "indexer", "metadata", "layer_seams", "runtime", "layout", "selection", "engine_plan"
+CORE = "attention", "batch", "cache", "device", "dims", "footprint", "plan", "problem", "quantize", "requirements"
+DOCTOR = (
+    *("advice", "candidates", "evaluation", "expressions", "facts", "findings", "flags", "gpus", "logs"),
+    *("longprefill", "selector", "signatures", "values"),
+)
+ENDPOINT = "compare", "localise", "outcome", "prompts", "session", "sweep", "verdicts"
 TARGETS = {
+    "core": (*CORE, "resolve", "shapes", "workspace"),
     "eager": (*EAGER, "backends.eager.write"),
     "vllm": tuple(f"integrations.vllm.{name}" for name in VLLM),
+    "doctor": tuple(f"doctor.{name}" for name in DOCTOR),
+    "endpoint": tuple(f"verify.endpoint.{name}" for name in ENDPOINT),
 }
+DOCTOR_TESTS = (
+    *("findings", "expressions", "gpus", "logs", "longprefill", "signatures", "selector", "candidates", "messages"),
+    *("excerpts", "audit", "hostile", "knowledge", "cli"),
+)
 UNIT = {
+    "core": ("tests/unit", "tests/footprint", "tests/golden", "tests/cli"),
     "eager": ("tests/golden", "tests/unit/test_attention.py"),
     "vllm": tuple(
         f"tests/integrations/vllm/test_{name}.py" for name in ("layer", "layout", "runtime", "selection", "trace")
     ),
+    "doctor": tuple(f"tests/doctor/test_doctor_{name}.py" for name in DOCTOR_TESTS),
+    "endpoint": tuple(f"tests/endpoint/test_{name}.py" for name in ("verdicts", "prompts", "run")),
 }
 SLOW = ("C4-sized", "C4-model", "C7-envelope", "C11-reference", "C1-chunks")
 ORDER = ("C3", "C11", "C5", "C9", "C2", "C1", "C4", "C6", "C8", "C10", "C7")
@@ -204,8 +221,9 @@ def preload(module: str) -> None:
         "sparse_mla.testing.conformance.parameters",
     ):
         importlib.import_module(name)
-    target = "sparse_mla.backends.eager" if "eager" in module else "sparse_mla.integrations"
-    changed = "sparse_mla" if module.endswith("scratch") else target  # the table of backends holds scratch's functions
+    changed = "sparse_mla"
+    if module.startswith(("backends", "integrations")) and not module.endswith("scratch"):
+        changed = f"sparse_mla.{module.partition('.')[0]}"  # all else is the same; the table of backends holds scratch's functions
     for name in [name for name in sys.modules if name.startswith(changed)]:
         del sys.modules[name]
 
