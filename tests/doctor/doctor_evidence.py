@@ -3,9 +3,10 @@ from __future__ import annotations
 import io
 import json
 
-from sparse_mla.doctor.facts import LOG_FACTS, Facts, from_log
+from sparse_mla.doctor.facts import Facts
 from sparse_mla.doctor.findings import Evidence, judge
 from sparse_mla.doctor.knowledge import load
+from sparse_mla.doctor.log_facts import LOG_FACTS, from_log
 from sparse_mla.doctor.logs import scan
 from sparse_mla.engine_source.audit import Probe
 

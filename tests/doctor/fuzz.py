@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sparse_mla.doctor.facts import LOG_FACTS, from_config, from_log
+from sparse_mla.doctor.facts import from_config
 from sparse_mla.doctor.findings import Evidence, judge
 from sparse_mla.doctor.knowledge import load
+from sparse_mla.doctor.log_facts import LOG_FACTS, from_log
 from sparse_mla.doctor.logs import scan
 from sparse_mla.errors import ConfigError
 

@@ -11,7 +11,7 @@ from sparse_mla.errors import UsageError
 
 DEFECTS = load()
 FACTS = {
-    "arch", "batch_invariant", "block_size", "calculate_kv_scales", "dcp", "dsa", "engine_versions", "heads_per_rank", "hisparse",
+    "arch", "batch_invariant", "block_size", "calculate_kv_scales", "dcp", "dsa", "engine", "engine_versions", "heads_per_rank", "hisparse",
     "index_head_dim",
     "index_share", "index_topk", "kv_cache_dtype", "logits_mb", "max_model_len", "max_num_batched_tokens", "model_type",
     "plugin_excluded", "pp",

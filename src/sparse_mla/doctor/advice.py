@@ -15,12 +15,10 @@ from ..engine_source.audit import SOUND, audit
 from ..errors import NotCheckableError, UsageError
 from . import candidates, child, environment, longprefill, ours
 from .facts import (
-    LOG_FACTS,
     Facts,
     device_facts,
     from_config,
     from_environment,
-    from_log,
     from_machine,
     from_plugins,
     plugin_mode,
@@ -28,6 +26,7 @@ from .facts import (
 from .findings import Evidence, Finding, Standing, judge, offered
 from .flags import Options
 from .knowledge import load
+from .log_facts import LOG_FACTS, from_log
 from .logs import scan
 
 if TYPE_CHECKING:
@@ -119,6 +118,9 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
     tree = source.given(question.vllm_source) if question.vllm_source else source.installed()
     report = _read_log(question.log) if question.log else None
     facts = _facts(question, here, packages, tree, report)
+    if _other_engine(facts) and tree is not None:
+        facts.notes.append(f"the log is from {facts.values['engine']}: the vLLM here was not looked at")
+        tree = None
     probes = audit(tree) if tree is not None else {}
     offers = _offers(tree, facts, question) if tree is not None else None
     evidence = Evidence(
@@ -136,7 +138,7 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
     well = [*covered, *_well(findings, probes, facts)]
     notes = [
         *facts.notes,
-        *(tree.problems if tree else ["no vLLM was found: its source and candidates were not checked"]),
+        *(tree.problems if tree else _no_source(facts)),
     ]
     if tree is not None and plugin is not None:
         _check_seams(tree, plugin, well, notes)
@@ -162,7 +164,13 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
 def _verdict(findings: Sequence[Finding], report: LogReport | None) -> str:
     if findings and _firm(findings[0], report):
         return FAULT
-    return UNKNOWN if report is not None and report.first_error else HEALTHY
+    return UNKNOWN if report is not None and shown(findings, report) else HEALTHY
+
+
+def shown(findings: Sequence[Finding], report: LogReport) -> str:
+    """What shows in a log that something failed; "" when nothing does."""
+    lines = (item.evidence[0] for item in findings if item.line and item.defect.severity not in {"note", "slow"})
+    return report.first_error or next(lines, "")
 
 
 def _facts(
@@ -183,15 +191,17 @@ def _facts(
     facts.add("flag", {name: getattr(question, name) for name in names})
     if question.simulate:
         facts.add("--simulate", device_facts(question.simulate))
-    from_report = from_log(report) if report is not None else {}
-    facts.add("log", from_report)
+    of_report = from_log(report) if report is not None else {}
+    if question.model:
+        of_report.pop("dsa", None)  # the config says it better
+    facts.add("log", of_report)
     if question.model:
         tp, pp = facts.values.get("tp") or 1, facts.values.get("pp") or 1
         values, notes = from_config(question.model, tp=tp, pp=pp)
         facts.add("model", values)
         facts.notes += notes
     elif "dsa" not in facts.values:
-        facts.add("assumed", {"dsa": True})
+        facts.add("assumed", {"dsa": True, "dsa_assumed": True})
     if tree is not None and tree.origin == "given":
         facts.add("source", {"engine": "vllm", "version:vllm": tree.version or None})
         packages = {name: version for name, version in packages.items() if name not in source.DISTRIBUTIONS}
@@ -204,6 +214,15 @@ def _facts(
         builds = {name: build.version for name, build in source.distributions().items()}
         facts.add("machine", from_plugins(builds, registered=environment.plugin_registered()))
     return facts
+
+
+def _other_engine(facts: Facts) -> bool:
+    """Whether the log says that another engine than vLLM wrote it."""
+    return facts.sources.get("engine") == "log" and facts.values["engine"] != "vllm"
+
+
+def _no_source(facts: Facts) -> list[str]:
+    return [] if _other_engine(facts) else ["no vLLM was found: its source and candidates were not checked"]
 
 
 def _probes_for_log(probes: Mapping[str, Probe], tree: SourceTree | None, facts: Facts) -> Mapping[str, Probe]:

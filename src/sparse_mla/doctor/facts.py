@@ -10,65 +10,18 @@ from typing import TYPE_CHECKING, Any
 from .. import envs
 from ..dims import MODEL_TYPES, indexer_schedule, read_config
 from ..errors import ConfigError, UsageError
-from .signatures import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .environment import Machine
     from .expressions import Fact
-    from .logs import LogReport
 
 DEFAULT_LOGITS_MB = 512  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB when nobody sets it
-_LOGITS_VARIABLE = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+LOGITS_VARIABLE = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 _DEFAULT_TOPK = 2048
 _PLUGIN = "sparse_mla"
 _INT = re.compile(r"\d{1,15}")
-
-
-def _settings(name: str) -> tuple[Signature, ...]:
-    """The two ways in which engines print a setting: ``name=value`` and ``'name': value``."""
-    return (Signature(f"{name}={{value:word}}"), Signature(f"'{name}': {{value:word}}"))
-
-
-LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
-    "version:vllm": (
-        Signature("Initializing a V1 LLM engine (v{value:version}"),
-        Signature("vLLM API server version {value:version}"),
-        Signature("vLLM engine version {value:version}"),
-    ),
-    "version:sglang": (Signature("sglang version: {value:version}"), Signature("sglang_version={value:version}")),
-    "tp": _settings("tensor_parallel_size"),
-    "pp": _settings("pipeline_parallel_size"),
-    "dcp": _settings("decode_context_parallel_size"),
-    "max_model_len": (*_settings("max_model_len"), Signature("max_seq_len={value:word}")),
-    "max_num_batched_tokens": _settings("max_num_batched_tokens"),
-    "kv_cache_dtype": (Signature("kv_cache_dtype={value:word}"), Signature("'kv_cache_dtype': '{value:word}")),
-    "block_size": (Signature("'block_size': {value:word}"), Signature("cache_config.block_size={value:word}")),
-    "speculative_tokens": (
-        Signature("num_speculative_tokens={value:word}"),
-        Signature("num_speculative_tokens': {value:word}"),
-        Signature('num_speculative_tokens": {value:word}'),
-    ),
-    "candidates": (Signature("attention backend out of potential backends: [{value}]"),),
-    "max:prompt_tokens": (Signature('"prompt_tokens": {value:num}'),),
-    "arch": (Signature("GCN arch: {value:word}"), Signature("gcnArchName='{value:word}")),
-    "logits_mb": (Signature(f"{_LOGITS_VARIABLE}={{value:num}}"),),
-    "batch_invariant": (Signature("VLLM_BATCH_INVARIANT={value:num}"),),
-    "hisparse": (Signature("hisparse_config=HiSparseConfig({value}"),),
-    "calculate_kv_scales": (Signature("'calculate_kv_scales': {value:word}"),),
-}
-_NUMBERS = {
-    "tp",
-    "pp",
-    "dcp",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "block_size",
-    "speculative_tokens",
-    "logits_mb",
-}
-_FLAGS = {"batch_invariant": {"1"}, "calculate_kv_scales": {"True"}}
 
 
 @dataclass(slots=True)
@@ -91,28 +44,6 @@ class Facts:
         return {name: value for name, value in self.values.items() if self.sources[name] not in {"machine", "packages"}}
 
 
-def from_log(report: LogReport) -> dict[str, Fact]:
-    """Settings that the engine printed, as facts."""
-    found: dict[str, Fact] = {}
-    for name, text in report.facts.items():
-        plain = name.removeprefix("max:")
-        if plain in _NUMBERS or plain == "prompt_tokens":
-            match = _INT.match(text)
-            found[plain] = int(match.group()) if match else None
-        elif plain in _FLAGS:
-            found[plain] = text in _FLAGS[plain]
-        else:
-            found[plain] = True if plain == "hisparse" else text.rstrip(".,)")
-    if "version:vllm" in found:
-        found["engine"] = "vllm"
-    elif "version:sglang" in found:
-        found["engine"] = "sglang"
-    candidates = str(found.get("candidates", ""))
-    if "ROCM_" in candidates:
-        found["vendor"] = "amd"
-    return {**device_facts(str(found["arch"])), **found} if "arch" in found else found
-
-
 def from_machine(machine: Machine, packages: Mapping[str, str]) -> dict[str, Fact]:
     """Device and package versions; the engine is vLLM when it is installed, else SGLang when that is."""
     engine = next((name for name in ("vllm", "sglang", "tensorrt-llm", "transformers") if name in packages), None)
@@ -130,7 +61,7 @@ def device_facts(arch: str) -> dict[str, Fact]:
 
 def from_environment() -> dict[str, Fact]:
     """Engine variables set in this shell."""
-    budget = os.environ.get(_LOGITS_VARIABLE, "")
+    budget = os.environ.get(LOGITS_VARIABLE, "")
     return {
         "logits_mb": int(budget) if _INT.fullmatch(budget) else None,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1" or None,

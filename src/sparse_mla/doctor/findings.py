@@ -158,6 +158,8 @@ def _from_selection(defect: Defect, evidence: Evidence, chosen: Selection, hit: 
 
 
 def _standing_of_hit(defect: Defect, hit: Hit, evidence: Evidence) -> Standing | None:
+    if defect.common and not _can_be_ours(hit, evidence):
+        return None
     checked = True if defect.check is None else defect.check.holds(_numbers(hit.fields))
     # What the log says about its own machine decides; this machine need not be the one that wrote it.
     applies = defect.applies(evidence.of_log)
@@ -169,12 +171,28 @@ def _standing_of_hit(defect: Defect, hit: Hit, evidence: Evidence) -> Standing |
         return None
     if defect.symptom and (applies is None or checked is None):
         return Standing.POSSIBLE
+    if defect.common == "programs" and not (_sparse_model(evidence) or evidence.of_log.get("engine_named")):
+        return Standing.POSSIBLE
     return Standing.SEEN
+
+
+def _can_be_ours(hit: Hit, evidence: Evidence) -> bool:
+    """Whether a message that others print, too, can be about a DSA model, by what is known and what it says itself."""
+    if evidence.facts.get("dsa") is False:
+        return False
+    speaks = "backend" not in hit.fields or "MLA" in hit.excerpt or "sparse" in hit.fields.get("reasons", "")
+    return speaks or _sparse_model(evidence)
+
+
+def _sparse_model(evidence: Evidence) -> bool:
+    """Whether something says that the model is a DSA model."""
+    return evidence.of_log.get("dsa") is True and not evidence.of_log.get("dsa_assumed")
 
 
 def _asks_for_sparse(hit: Hit) -> bool:
     """Whether the selector error is about an MLA model, as far as the message was not cut before it says so."""
-    return hit.fields.get("head_size") in {"576", "512"} or "use_sparse=True" in hit.fields.get("config", "")
+    mla = hit.fields.get("head_size") in {"576", "512"} or "MLA:" in hit.fields.get("reasons", "")
+    return mla or "use_sparse=True" in hit.fields.get("config", "")
 
 
 def _numbers(fields: Mapping[str, str]) -> dict[str, int]:

@@ -29,6 +29,7 @@ GROUPS = ("gate", "heads", "memory", "indices", "topk", "layout", "dtype", "sema
 SEVERITIES = ("wrong-output", "refuses", "crash", "hang", "memory", "slow", "note")
 # How the version range is known: read in the sources, stated in a report, or inferred from the dates of reports.
 BASES = ("read", "stated", "inferred")
+COMMON = ("", "models", "programs")
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "aiter", "deep-gemm", "flashinfer", "any")
 
 _ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+){1,9}")
@@ -78,6 +79,9 @@ class Defect:
         check: condition on the numbers in a signature's holes, for messages that others print, too.
         supersedes: entries that are no cause where this one's message stands: they led to it.
         covered: the plugin of this package removes the fault by itself where it is active.
+        common: who else prints the messages. "models": engines, for any model; they do not count where the model is known
+            not to be a DSA model. "programs": whoever uses torch or the compiler; they count only where something shows
+            an engine. "": nobody.
         symptom: the messages follow from any of several faults; one with a cause beside it explains them.
         probe: name of the source probe that decides it (see audit).
         threshold: prompt tokens from which on it can show.
@@ -98,6 +102,7 @@ class Defect:
     check: Expression | None
     supersedes: tuple[str, ...]
     covered: bool
+    common: str
     symptom: bool
     probe: str
     threshold: Expression | None
@@ -208,6 +213,7 @@ def _defect(raw: Mapping[str, Any], group: str) -> Defect:
             check=_expression(raw, "check"),
             supersedes=tuple(raw.get("supersedes", ())),
             covered=raw.get("covered", False) is True,
+            common=str(raw.get("common", "")),
             symptom=raw.get("symptom", False) is True,
             probe=str(raw.get("probe", "")),
             threshold=_expression(raw, "threshold"),
@@ -234,6 +240,7 @@ def _check(defect: Defect) -> None:
             any(item.num_literal < _MIN_LITERAL for item in defect.signatures),
             f"needs {_MIN_LITERAL} literal characters",
         ),
+        (defect.common not in COMMON, f"common must be one of {COMMON}"),
         (defect.basis not in BASES, f"basis must be one of {BASES}"),
         (not any(_ways_to(defect)), "nothing leads to it"),
         (len(defect.cause) > _MAX_TEXT or len(defect.proof) > _MAX_TEXT, f"texts are at most {_MAX_TEXT} characters"),

@@ -22,7 +22,6 @@ _BUFFER_CHARS = 1 << 17  # text that one worker's stream holds before it is sear
 _TAIL_LINES = 1 << 11
 # A message inside another one that quotes it is not a fault: our plugin says why it serves.
 _QUOTING = squeeze('vLLM has no backend of its own ("')
-# Lines of source in a traceback repeat the text of a message before it is raised.
 _SOURCE_LINES = ("raise ", "assert ")
 _MAX_WORKERS = 128
 _EXCERPT_CHARS = 300
@@ -34,6 +33,28 @@ _ERROR = re.compile(
     r"|\bWatchdog caught\b|\bSegmentation fault\b|\bBus error\b|\bKilled process\b|\bOOMKilled\b"
     r"|\bFloating point exception\b|\bHSA_STATUS_ERROR|\b(?:CUDA|HIP) error\b"
 )
+# What shows that a run failed without an error's name beside it: taken where nothing else is found.
+_WEAK = re.compile(
+    r"^Traceback \(most recent call last\)|\bhit an exception\b|\berror loading model\b|\b[Ff]ailed to (?:initialize|load|start)\b"
+    r"|\b(?:missing tensor|tensor is missing|wrong number of tensors|terminate called)\b|^Missing \d{1,9} parameters\b"
+    r"|Assertion [`'\"]|\bGGML_ASSERT\b|\[TRT-LLM\] (?:\[RANK \d{1,5}\] )?\[E\]|^E\d{4} \d\d:\d\d:|^(?:[\w.-]{1,40}: )?(?:fatal )?error: "
+)
+_TRACEBACK = "Traceback (most recent call last)"
+# At level INFO, but only of a worker that does not answer any more.
+_HANGS = "No available shared memory broadcast block found"
+_ENGINES = (
+    "vllm",
+    "sglang",
+    "sgl_kernel",
+    "tensorrt_llm",
+    "transformers",
+    "aiter",
+    "flashinfer",
+    "deep_gemm",
+    "flash_mla",
+    "sparse_mla",
+)
+_LIBRARIES = ("site-packages", "dist-packages", "lib/python", "lib\\python", "<frozen ")
 _QUIET_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING")
 _MORE = tuple(
     f"validation error{plural} for {name}Config"
@@ -130,7 +151,8 @@ class Hit:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogReport:
     """What one pass over a log found. ``facts`` are settings that the engine printed; ``first_error`` is the first line
-    that names one, else the first at level ERROR or above ("" when there is neither).
+    that names one, else the first at level ERROR or above or that shows a failure otherwise ("" when there is none);
+    ``foreign``: its tracebacks run through a program, and through no engine.
     """
 
     hits: tuple[Hit, ...]
@@ -138,6 +160,7 @@ class LogReport:
     num_lines: int
     num_workers: int
     first_error: str
+    foreign: bool = False
 
 
 @dataclass(slots=True)
@@ -251,13 +274,57 @@ class _Scan:
 
 def _error_in(line: str, prefix: re.Match[str] | None) -> str:
     """The part of a line that speaks of an error, from the error's name on where the line is long; "" when none does."""
-    level = prefix.group() if prefix is not None else ""
-    if any(quiet in level for quiet in _QUIET_LEVELS) or not any(word in line for word in _ERROR_WORDS):
+    if _level(prefix, _QUIET_LEVELS) or not any(word in line for word in _ERROR_WORDS):
         return ""
     found = _ERROR.search(line)
     if found is None:
         return ""
     return line[found.start() if len(line) > _EXCERPT_CHARS // 2 else 0 :].strip()
+
+
+def _level(prefix: re.Match[str] | None, levels: tuple[str, ...]) -> bool:
+    return prefix is not None and any(level in prefix.group() for level in levels)
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What shows that the run failed: the first line that names an error, else the first that shows it otherwise. And
+    whose code the tracebacks run through.
+    """
+
+    error: str = ""
+    otherwise: str = ""
+    frames: set[str] = field(default_factory=set)
+
+    def see(self, number: int, line: str, prefix: re.Match[str] | None) -> None:
+        """Look at a line without its prefix."""
+        if 'File "' in line and '", line ' in line:  # whole: a terminal may have cut the name of an engine
+            self._frame(line)
+        if self.error.endswith(_MORE):
+            self.error += f" {printable(line.strip())}"
+        elif not self.error and not _is_source(line) and (text := _error_in(line, prefix)):
+            self.error = f"log line {number}: {printable(text)}"
+        elif not self.otherwise and self._fails(line, prefix):
+            text = "a traceback, cut before its error" if _TRACEBACK in line else printable(line.strip())
+            self.otherwise = f"log line {number}: {text}"
+
+    @staticmethod
+    def _fails(line: str, prefix: re.Match[str] | None) -> bool:
+        if _level(prefix, _LOUD_LEVELS) or _HANGS in line:
+            return True
+        # A line of source may be all that is left of a traceback that was cut there.
+        return not _level(prefix, _QUIET_LEVELS) and (_is_source(line) or bool(_WEAK.search(line[:_EXCERPT_CHARS])))
+
+    def _frame(self, line: str) -> None:
+        if any(engine in line for engine in _ENGINES):
+            self.frames.add("engine")
+        elif not any(library in line for library in _LIBRARIES):
+            self.frames.add("program")
+
+
+def _is_source(line: str) -> bool:
+    """Whether a line of a traceback repeats a message before it is raised."""
+    return line.lstrip().startswith(_SOURCE_LINES)
 
 
 def scan(
@@ -268,8 +335,8 @@ def scan(
     """Search a binary stream for ``signatures`` (by key) and settings (``facts``, hole named ``value``; the largest
     value where the name begins with ``max:``, else the first).
     """
-    state = _Scan(signatures=signatures, facts=facts or {})
-    worker, number, error, loud = "", 0, "", ""
+    state, trouble = _Scan(signatures=signatures, facts=facts or {}), _Trouble()
+    worker, number = "", 0
     for number, raw in lines(decoded(source)):
         if not raw:
             continue
@@ -279,21 +346,20 @@ def scan(
             # A line without any prefix continues the one above it: a terminal wrapped it, or a message has line breaks.
             worker = prefix["worker"] or (prefix["ranks"] or "").strip()
             line = line[prefix.end() :]
-        if line.lstrip().startswith(_SOURCE_LINES):
+        trouble.see(number, line, prefix)
+        if _is_source(line):
             continue
-        if error.endswith(_MORE):
-            error += f" {printable(line.strip())}"
-        elif not error and (text := _error_in(line, prefix)):
-            error = f"log line {number}: {printable(text)}"
-        elif not loud and prefix is not None and any(level in prefix.group() for level in _LOUD_LEVELS):
-            loud = f"log line {number}: {printable(line.strip())}"
         stream = state.stream(worker)
         stream.add(number, line)
         if stream.held >= _BUFFER_CHARS:
             state.search(stream, final=False)
     for stream in state.streams.values():
         state.search(stream, final=True)
-    hits = tuple(sorted(state.hits.values(), key=lambda hit: hit.line))
     return LogReport(
-        hits=hits, facts=state.found, num_lines=number, num_workers=len(state.streams), first_error=error or loud
+        hits=tuple(sorted(state.hits.values(), key=lambda hit: hit.line)),
+        facts=state.found,
+        num_lines=number,
+        num_workers=len(state.streams),
+        first_error=trouble.error or trouble.otherwise,
+        foreign=trouble.frames == {"program"},
     )

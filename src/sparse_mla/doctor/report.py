@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from .advice import shown
 from .findings import Standing
 from .longprefill import steps
 
@@ -20,9 +21,7 @@ _TELLING = (
     *("arch", "version:vllm", "model_type", "index_topk", "indexer_layers", "heads_per_rank", "tp", "pp", "dcp"),
     *("kv_cache_dtype", "block_size", "max_num_batched_tokens", "max_model_len", "prompt_tokens"),
 )
-_UNKNOWN_FIX = (
-    "Run `sparse-mla verify --endpoint URL` to find the first wrong stage, and report the block of `--report`."
-)
+_UNKNOWN_FIX = "Report the block of `--report`. If the server starts, `sparse-mla verify --endpoint URL` shows whether its answers are right."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ def _unknown_data(diagnosis: Diagnosis) -> list[dict[str, Any]]:
             "severity": "unknown",
             "title": "The log shows an error that the knowledge base does not know",
             "standing": "seen",
-            "evidence": [diagnosis.log.first_error],
+            "evidence": [shown(diagnosis.findings, diagnosis.log)],
             "cause": "unknown",
             "threshold_prompt_tokens": None,
             "fix": [{"do": _UNKNOWN_FIX, "command": "", "approximate": False}],
@@ -157,9 +156,10 @@ def _headline(diagnosis: Diagnosis) -> Section:
             title=f"{first.defect.severity}: {first.defect.title}  [{first.defect.id}]", lines=_body(first), tone="bad"
         )
     if diagnosis.verdict == "unknown" and diagnosis.log is not None:
-        lines = ("Cause: unknown. Nothing in the knowledge base explains it.", diagnosis.log.first_error, _UNKNOWN_FIX)
+        error = shown(diagnosis.findings, diagnosis.log)
+        lines = ("Cause: unknown. Nothing in the knowledge base explains it.", error, _UNKNOWN_FIX)
         return Section(title="unknown: the log shows an error", lines=lines, tone="bad")
-    read = f"{diagnosis.log.num_lines:,} log lines read. " if diagnosis.log else ""
+    read = f"No line of the log ({diagnosis.log.num_lines:,} read) shows an error. " if diagnosis.log else ""
     return Section(title="No fault found", lines=(f"{read}What was checked stands below.",), tone="good")
 
 
