@@ -143,7 +143,7 @@ _UNITS = {None: 1, "k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}  # as vL
 _ARCHITECTURE = re.compile(r"(?!Transformers)\w{1,60}?(?:ForCausalLM|ForConditionalGeneration|LMHeadModel)")
 _SPARSE_ARCHITECTURE = re.compile(r"V32|V4|Dsa|Glm5")
 _DENSE_NAME = re.compile(
-    r"(?:^|[/_-])(?:qwen|llama|mistral|mixtral|gemma|phi-|gpt-oss|granite|falcon|internlm|glm-?4|kimi|olmo|exaone|nemotron"
+    r"(?:^|[_-])(?:qwen|llama|mistral|mixtral|gemma|phi-|gpt-oss|granite|falcon|internlm|glm-?4|kimi|olmo|exaone|nemotron"
     r"|deepseek-(?:r1|v2|v3(?!\.2)))",
     re.IGNORECASE,
 )
@@ -220,6 +220,6 @@ def _serves_sparse(texts: Mapping[str, str], report: LogReport) -> bool | None:
     architecture = _ARCHITECTURE.match(texts.get("architecture", ""))
     if "sparse model" in texts or (architecture and _SPARSE_ARCHITECTURE.search(architecture.group())):
         return True
-    name = texts.get("model name", "").partition("--")[0][:_NAME_CHARS]
+    name = texts.get("model name", "").partition("--")[0][:_NAME_CHARS].rstrip("/").rpartition("/")[2]
     dense = architecture or "dense model" in texts or _DENSE_NAME.search(name) or report.foreign
     return False if dense else None

@@ -272,11 +272,9 @@ class _Scan:
             self.found[name] = value
 
 
-def _error_in(line: str, prefix: re.Match[str] | None) -> str:
+def _error_in(line: str) -> str:
     """The part of a line that speaks of an error, from the error's name on where the line is long; "" when none does."""
-    if _level(prefix, _QUIET_LEVELS) or not any(word in line for word in _ERROR_WORDS):
-        return ""
-    found = _ERROR.search(line)
+    found = _ERROR.search(line) if any(word in line for word in _ERROR_WORDS) else None
     if found is None:
         return ""
     return line[found.start() if len(line) > _EXCERPT_CHARS // 2 else 0 :].strip()
@@ -300,26 +298,30 @@ class _Trouble:
         """Look at a line without its prefix."""
         if 'File "' in line and '", line ' in line:  # whole: a terminal may have cut the name of an engine
             self._frame(line)
-        if self.error.endswith(_MORE):
-            self.error += f" {printable(line.strip())}"
-        elif not self.error and not _is_source(line) and (text := _error_in(line, prefix)):
+        if self.error:
+            if self.error.endswith(_MORE):
+                self.error += f" {printable(line.strip())}"
+        elif _HANGS in line or not _level(prefix, _QUIET_LEVELS):
+            self._look(number, line, prefix)
+
+    def _look(self, number: int, line: str, prefix: re.Match[str] | None) -> None:
+        source = _is_source(line)
+        if not source and (text := _error_in(line)):
             self.error = f"log line {number}: {printable(text)}"
-        elif not self.otherwise and self._fails(line, prefix):
+        elif not self.otherwise and (source or _HANGS in line or _level(prefix, _LOUD_LEVELS) or _weak(line)):
+            # A line of source may be all that is left of a traceback that was cut there.
             text = "a traceback, cut before its error" if _TRACEBACK in line else printable(line.strip())
             self.otherwise = f"log line {number}: {text}"
-
-    @staticmethod
-    def _fails(line: str, prefix: re.Match[str] | None) -> bool:
-        if _level(prefix, _LOUD_LEVELS) or _HANGS in line:
-            return True
-        # A line of source may be all that is left of a traceback that was cut there.
-        return not _level(prefix, _QUIET_LEVELS) and (_is_source(line) or bool(_WEAK.search(line[:_EXCERPT_CHARS])))
 
     def _frame(self, line: str) -> None:
         if any(engine in line for engine in _ENGINES):
             self.frames.add("engine")
         elif not any(library in line for library in _LIBRARIES):
             self.frames.add("program")
+
+
+def _weak(line: str) -> bool:
+    return _WEAK.search(line[:_EXCERPT_CHARS]) is not None
 
 
 def _is_source(line: str) -> bool:
