@@ -159,6 +159,33 @@ def test_native_reservations_follow_the_version():
     assert footprint.native_reservations(unknown, dims, Device.named("gfx950"), "plain") == []
 
 
+@pytest.mark.parametrize(
+    ("arch", "latent", "version", "context", "wanted"),
+    [
+        # 1,152 bytes of a latent are 8 index rows of 132; factor 5, and 2 from 0.32 on beyond 256 Ki tokens.
+        ("sm90", "plain", "0.28.0", 1 << 20, {"gather of index keys": (1 << 20) * 8 * 5 * 132}),
+        ("sm90", "plain", "0.32.0", 1 << 20, {"gather of index keys": (1 << 20) * 8 * 2 * 132}),
+        ("sm90", "plain", "0.32.0", 1 << 18, {"gather of index keys": (1 << 18) * 8 * 5 * 132}),
+        (
+            "sm90",
+            "fp8_ds_mla",
+            "0.28.0",
+            1 << 17,
+            {
+                "gather of index keys": (1 << 17) * 8 * 5 * 132,
+                "up-converted latents of a prefill": (1 << 17) * 5 * 1152,
+            },
+        ),
+        ("gfx942", "fp8_ds_mla", "0.22.1", 1 << 17, {"gather of index keys": (1 << 17) * 8 * 5 * 132}),
+    ],
+)
+def test_what_a_native_prefill_reserves(arch, latent, version, context, wanted):
+    dims = MLADims.from_config(GLM, tensor_parallel=4)
+    engine = footprint.Engine(max_num_tokens=8192, max_num_requests=64, max_model_len=context, vllm_version=version)
+    items = footprint.native_reservations(engine, dims, Device.named(arch), latent)
+    assert {item.name: item.nbytes for item in items if "scores" not in item.name} == wanted
+
+
 def run_plan(tmp_path, capsys, *flags, fields=GLM):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     code = main(["plan", "--model", str(tmp_path), "--json", *flags])

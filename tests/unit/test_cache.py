@@ -187,6 +187,9 @@ def test_a_view_of_wider_items():
     assert (one.num_blocks, one.block_stride_bytes) == (1, 16 * 1152)
     single_rows = CacheView.of(torch.zeros(7, 1, 576, dtype=torch.bfloat16), plain(576, "bf16"))
     assert single_rows.num_slots == 7
+    # Blocks of one token that lie apart: nothing follows a row inside its block.
+    apart = torch.zeros(7, 3, 576, dtype=torch.bfloat16)[:, :1].as_strided((7, 1, 576), (3 * 576, 5, 1))
+    assert CacheView.of(apart, plain(576, "bf16")).block_stride_bytes == 3 * 1152
 
 
 @pytest.mark.parametrize(

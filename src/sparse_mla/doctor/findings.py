@@ -100,6 +100,8 @@ def judge(defects: Sequence[Defect], evidence: Evidence) -> list[Finding]:
     denied = chosen is not None and chosen.settings.get("use_sparse") == "False"
     if denied or any(finding.defect.selector_reason for finding in found):
         found = [finding for finding in found if finding.defect.id != _NO_BACKEND]
+    if evidence.of_log.get("serving"):  # whatever this machine's engine would say, that one refused nothing
+        found = [item for item in found if item.standing is not Standing.READ or item.defect.severity != "refuses"]
     led_here = {identifier for finding in found if finding.line for identifier in finding.defect.supersedes}
     found = [finding for finding in found if finding.defect.id not in led_here]
     prompt = evidence.facts.get("prompt_tokens") or evidence.facts.get("max_model_len")

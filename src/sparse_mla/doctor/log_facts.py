@@ -77,6 +77,10 @@ LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
         *("dsa_indexer", "fp8_ds_mla", "DSA sparse attention", "sparse not supported", "Sparse Attention"),
     ),
     "dense model": tuple(Signature(f"{place}{name}") for place in _MODEL_FILES for name in _DENSE),
+    # What only a server prints that has started.
+    "serving": _anywhere(
+        'HTTP/1.1" 200 OK', "Application startup complete", "The server is fired up", "Graph capturing finished"
+    ),
     "architecture": (
         Signature("Resolved architecture: {value:word}"),
         Signature("Load weight end.{how}type={value:word}"),
@@ -171,7 +175,8 @@ def from_log(report: LogReport) -> dict[str, Fact]:
     texts = {name.removeprefix("max:"): text for name, text in report.facts.items()}
     found: dict[str, Fact] = {"dsa": _serves_sparse(texts, report), "engine": _writer(texts), "arch": _arch(texts)}
     found["engine_named"] = found["engine"] is not None or report.num_workers > 1 or None
-    for name in ("sparse model", "dense model", "architecture", "model name", "gpu", "arch"):
+    found["serving"] = ("serving" in texts and not report.first_error) or None
+    for name in ("sparse model", "dense model", "architecture", "model name", "gpu", "arch", "serving"):
         texts.pop(name, None)
     for name, text in texts.items():
         if name.startswith("by:"):

@@ -38,11 +38,16 @@ _WEAK = re.compile(
     r"^Traceback \(most recent call last\)|\bhit an exception\b|\berror loading model\b|\b[Ff]ailed to (?:initialize|load|start)\b"
     r"|\b(?:missing tensor|tensor is missing|wrong number of tensors|terminate called)\b|^Missing \d{1,9} parameters\b"
     r"|Assertion [`'\"]|\bGGML_ASSERT\b|\[TRT-LLM\] (?:\[RANK \d{1,5}\] )?\[E\]|^E\d{4} \d\d:\d\d:|^(?:[\w.-]{1,40}: )?(?:fatal )?error: "
+    r"|\b(?:[Oo]ut of memory|cudaMalloc failed|failed to allocate|ggml_abort|ggml_cuda_error|NVCC compilation failed|ptxas error)\b"
+    r"|\b(?:nvml error|Received sigquit)\b|\bexited with (?:exit )?code -?[1-9]|^ERRO\[\d|^Killed$"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 # At level INFO, but only of a worker that does not answer any more.
 _HANGS = "No available shared memory broadcast block found"
 _ENGINES = (
+    "lmcache",
+    "mooncake",
+    "ktransformers",
     "vllm",
     "sglang",
     "sgl_kernel",

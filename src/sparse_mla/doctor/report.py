@@ -39,7 +39,7 @@ def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
         "schema": SCHEMA,
         "ok": diagnosis.verdict == "healthy",
         "verdict": diagnosis.verdict,
-        "findings": [*map(_finding_data, diagnosis.findings), *_unknown_data(diagnosis)],
+        "findings": [*_unknown_data(diagnosis), *map(_finding_data, diagnosis.findings)],
         "checked_well": list(diagnosis.well),
         "notes": list(diagnosis.notes),
         "machine": asdict(diagnosis.machine),
