@@ -205,19 +205,15 @@ def _whole(text: str) -> int | None:
 
 def _writer(texts: Mapping[str, str]) -> str | None:
     """The engine that wrote the log, by the version it prints or by its files and habits."""
-    versions = (name.partition(":")[2] for name in ("version:vllm", "version:sglang") if name in texts)
-    return next(versions, None) or next(
-        (name[3:] for name in LOG_FACTS if name.startswith("by:") and name in texts), None
-    )
+    signs = ("version:vllm", "version:sglang", *(name for name in LOG_FACTS if name.startswith("by:")))
+    return next((name.partition(":")[2] for name in signs if name in texts), None)
 
 
 def _arch(texts: Mapping[str, str]) -> str | None:
+    if "arch" in texts:
+        return texts["arch"].rstrip(".,)")
     gpu = texts.get("gpu", "")[:_NAME_CHARS]
-    return (
-        texts["arch"].rstrip(".,)")
-        if "arch" in texts
-        else next((arch for names, arch in _GPUS if names.search(gpu)), None)
-    )
+    return next((arch for names, arch in _GPUS if names.search(gpu)), None)
 
 
 def _serves_sparse(texts: Mapping[str, str], report: LogReport) -> bool | None:

@@ -292,6 +292,8 @@ def explain(defect: Defect) -> list[Section]:
         touched.append(f"shows from this many prompt tokens on: {defect.threshold.text}")
     if defect.probe:
         touched.append(f"source probe: {defect.probe}")
+    if defect.common:
+        touched.append(f"its messages are printed by other {defect.common}, too: judged by what else the log shows")
     made = [
         Section(
             title=f"{defect.severity}: {defect.title}  [{defect.id}]",
@@ -324,6 +326,7 @@ def explain_data(defect: Defect) -> dict[str, Any]:
             "device": defect.device.text if defect.device else "",
             "config": defect.config.text if defect.config else "",
             "signatures": [item.text for item in defect.signatures],
+            "common": defect.common,
             "probe": defect.probe,
             "threshold": defect.threshold.text if defect.threshold else "",
             "cause": defect.cause,
