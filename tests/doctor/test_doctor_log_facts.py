@@ -51,6 +51,8 @@ def test_the_engine_that_wrote_it(log, engine):
         ("vllm serve Qwen/Qwen3-8B --max-model-len 1000", False),
         ("vllm serve deepseek-ai/DeepSeek-V3.2 --tensor-parallel-size 8", True),
         ("vllm serve deepseek-ai/DeepSeek-V3.1", False),
+        ("docker run image --model nvidia/Qwen3-30B --port 8000", False),
+        ("Args(models=DeepSeek-R1, dtype=bf16)", False),
         ("python -m sglang.launch_server --model-path /data/llama-factory/out --tp 8", None),
         ("non-default args: {'model': 'zai-org/GLM-5.1-FP8'}\nmodels/llama_eagle3.py of a draft", True),
         ('File "/home/me/train.py", line 3, in step\nRuntimeError: selected index k out of range', False),
@@ -160,6 +162,10 @@ def test_another_engine_s_log_is_not_judged_by_the_vllm_here(asks, tmp_path):
         "api_server: error: unrecognized arguments: --x",
         "INFO 07-15 15:33:47 [shm_broadcast.py:705] No available shared memory broadcast block found in 60 seconds.",
         "ERROR 07-15 15:33:47 [core.py:1] it failed",
+        "[ERROR] RUNTIME(4120,python3):2026-01-05 the device is lost",
+        "Value error, no such thing",
+        "[W101 10:00:00] memory allocation failed with OOM on device 5",
+        "2026-01-05 10:00:00 | ERROR | stderr | it failed",
     ],
 )
 def test_a_failure_is_seen_without_an_error_s_name(line):

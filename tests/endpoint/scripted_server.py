@@ -43,7 +43,7 @@ class Seen:
 class Script:
     """How the server behaves. ``lose(seen, position)`` says whether a fact is lost; ``refuse`` may answer instead.
 
-    ``patience``: seconds that a request waits for company, so that requests sent together run together.
+    ``forgets``: it says truly that nothing is cached. ``patience``: seconds that a request waits for company, so that requests sent together run together.
     """
 
     lose: Callable[[Seen, int], bool] = lambda _seen, _position: False
@@ -55,6 +55,7 @@ class Script:
     extras: bool = True
     counts: bool = True
     tells_cached: bool = True
+    forgets: bool = False
     patience: float = 0.02
     thinks: bool = False
     split_digits: bool = False
@@ -92,7 +93,7 @@ class Model:
                 for one in self.waiting:
                     one.set()
             cached = max((_common(ids, known) for known in self.seen), default=0)
-            cached = min(cached, len(ids) - 1) // PAGE * PAGE
+            cached = 0 if self.script.forgets else min(cached, len(ids) - 1) // PAGE * PAGE
             self.seen.append(ids)
         together = company.wait(self.script.patience)
         with self.lock:

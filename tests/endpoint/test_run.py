@@ -94,14 +94,19 @@ def test_each_kind_of_fault_is_found_and_named(verify, name):
         assert "confounded with length" in statement
 
 
-def test_without_the_cache_s_word_chunks_are_confounded_with_length(verify):
-    script = Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900, tells_cached=False)
+@pytest.mark.parametrize(
+    ("cache", "why"),
+    [({"tells_cached": False}, "does not tell what it cached"), ({"forgets": True}, "the server cached only 0 of")],
+    ids=["silent", "empty"],
+)
+def test_without_a_cache_chunks_are_confounded_with_length(verify, cache, why):
+    script = Script(lose=lambda seen, _: seen.chunks >= 3, chunk=900, **cache)
     with serve(script) as url:
         result = verify("--endpoint", url)
     assert result.verdicts == ["endpoint.garbled", "endpoint.length"]
     verdict = result.json["facts"]["verdicts"][1]
     assert "confounded with length" in verdict["statement"]
-    assert any("does not tell what it cached" in text for text in verdict["evidence"])
+    assert any(why in text for text in verdict["evidence"])
 
 
 @pytest.mark.parametrize(

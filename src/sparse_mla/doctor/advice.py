@@ -129,7 +129,7 @@ def diagnose(question: Question, plugin: Plugin | None = None) -> Diagnosis:
         hits=None if report is None else {hit.key: hit for hit in report.hits},
         probes=_probes_for_log(probes, tree, facts) or None,
         flags=Options(tree) if tree is not None else None,
-        offered=offers.refusal if offers is not None else None,
+        offered=offers.refusal if offers is not None and facts.values.get("dsa") is not False else None,
         model=question.model or "",
         plugin_range=plugin.supports if plugin else "",
     )

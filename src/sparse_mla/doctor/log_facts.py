@@ -89,6 +89,7 @@ LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
     "model name": _anywhere(
         *("model_path='{value}'", "with config: model='{value}'", "args: {'model': '{value}'", "--model-path {value}"),
         *("vllm serve --model {value}", "vllm serve {value}", "api_server --model {value}"),
+        *("--model {value}", "models={value:word}"),
     ),
     "tp": (
         *_settings("tensor_parallel_size"),

@@ -40,6 +40,7 @@ _WEAK = re.compile(
     r"|Assertion [`'\"]|\bGGML_ASSERT\b|\[TRT-LLM\] (?:\[RANK \d{1,5}\] )?\[E\]|^E\d{4} \d\d:\d\d:|^(?:[\w.-]{1,40}: )?(?:fatal )?error: "
     r"|\b(?:[Oo]ut of memory|cudaMalloc failed|failed to allocate|ggml_abort|ggml_cuda_error|NVCC compilation failed|ptxas error)\b"
     r"|\b(?:nvml error|Received sigquit)\b|\bexited with (?:exit )?code -?[1-9]|^ERRO\[\d|^Killed$"
+    r"|^\[(?:ERROR|FATAL|CRITICAL)\]\s|^\|? ?Value error, |\bmemory allocation failed with OOM\b|\| (?:ERROR|CRITICAL) \|"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 # At level INFO, but only of a worker that does not answer any more.
@@ -77,7 +78,7 @@ _PREFIX = re.compile(
     r"(?:"
     r"\((?P<worker>[A-Za-z]\w{0,63}\s{1,4}pid=\d{1,10})(?:,\s?ip=[\d.]{7,15})?\)\s{0,4}"
     r"|\[\d{4}-\d\d-\d\d[ T][\d:.,]{8,16}(?P<ranks>(?:\s[A-Z]{2}\d{1,5}){0,4})\]\s"
-    r"|(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s\d\d-\d\d\s\d\d:\d\d:\d\d\s{1,4}(?:\[[^\]\n]{1,120}\]\s{0,4})?"
+    r"|(?:TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s\d\d-\d\d\s\d\d:\d\d:\d\d\s{1,4}(?:\[[^\]\n]{1,120}\]\s{0,4}|[\w./-]{1,80}\.py:\d{1,6}\]\s?)?"
     r"|\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{5,32}\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
     r"|[A-Z][a-z]{2}\s[ \d]\d\s\d\d:\d\d:\d\d\s[\w.-]{1,64}\s[\w./-]{1,64}\[\d{1,10}\]:\s"
     r"|[\w.-]{1,64}\s{0,16}\|\s"
