@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,9 @@ from scripted_server import Model, Script
 
 from sparse_mla.errors import NotCheckableError, UsageError
 from sparse_mla.verify.endpoint.meters import IdMeter, TextMeter
+from sparse_mla.verify.endpoint.outcome import StoppedError
 from sparse_mla.verify.endpoint.prompts import Composer, Recipe, places, spread
+from sparse_mla.verify.endpoint.session import Ledger
 from sparse_mla.verify.endpoint.style import DEFAULT, load
 
 
@@ -50,6 +53,33 @@ def test_facts_stand_where_they_are_said_to_stand():
     assert starts["before last top-k"] < 20_000 - 512 - 64 < 20_000 - 512 + 64 < starts["in last top-k"]
     assert starts["chunk 8,192"] < 8192 < starts["chunk 8,192"] + 12
     assert prompt.asked == prompt.facts
+
+
+def test_each_fact_can_be_asked_for_in_a_prompt_of_its_own():
+    style = replace(DEFAULT, ask="each", question=" Code of {name}:")
+    model = Model(Script())
+    meter = IdMeter(lambda text, _special: model.tokenize(text), style)
+    prompts = Composer(style, meter, seed=1, index_topk=512, chunk_tokens=None).prompts(
+        Recipe(key="a", length=4000, nominal=4000)
+    )
+    assert len(prompts) == len(prompts[0].facts) == 12
+    assert [prompt.asked for prompt in prompts] == [(fact,) for fact in prompts[0].facts]
+    assert {len(prompt.content) for prompt in prompts} == {4000}
+    for prompt in prompts:
+        assert prompt.content[:3980] == prompts[0].content[:3980]
+        assert model.text(prompt.content).endswith(f"Code of {prompt.asked[0].name}:")
+
+
+def test_a_budget_holds_what_it_says_and_no_token_more():
+    ledger = Ledger(100)
+    ledger.prompt_tokens, ledger.completion_tokens = 50, 5
+    ledger.reserve(40, 5)
+    assert (ledger.prompt_tokens, ledger.completion_tokens, ledger.requests) == (90, 10, 1)
+    for prompt, answer in ((1, 0), (0, 1)):
+        with pytest.raises(StoppedError, match="may bring the total to 101"):
+            ledger.reserve(prompt, answer)
+    assert ledger.requests == 1
+    Ledger(None).reserve(1 << 40, 1)
 
 
 def test_a_new_seed_or_key_shares_no_page_and_a_repeated_one_is_the_same():
