@@ -61,16 +61,8 @@ LOG_FACTS: Mapping[str, tuple[Signature, ...]] = {
     "by:transformers": _anywhere("transformers/models/", "transformers/modeling_utils"),
     # What was served. A sign of a sparse model beats one of a dense model: a draft model may be dense.
     "sparse model": _anywhere(
-        *(
-            "DeepseekV32",
-            "GlmMoeDsa",
-            "glm_moe_dsa",
-            "deepseek_v32",
-            "DeepSeek-V3.2",
-            "deepseek-v3.2",
-            "GLM-5.",
-            "glm-5.",
-        ),
+        *("DeepseekV32", "deepseek_v32", "DeepSeek-V3.2", "deepseek-v3.2"),
+        *("GlmMoeDsa", "glm_moe_dsa", "GLM-5.", "glm-5."),
         *("DeepseekV4", "DeepSeek-V4", "deepseek_v4", "Glm5Next", "glm5_next", "DeepSeek DSA", "DeepSeek with DSA"),
         *("use_sparse=True", "index_topk", "MLA_SPARSE", "MLASparse", "sparse-MLA", "sparse MLA"),
         *("sparse_attn_indexer", "mqa_logits", "self_attn.indexer", "indexer.py", "flashmla_sparse", "nsa_backend"),

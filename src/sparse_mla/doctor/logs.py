@@ -46,19 +46,8 @@ _TRACEBACK = "Traceback (most recent call last)"
 # At level INFO, but only of a worker that does not answer any more.
 _HANGS = "No available shared memory broadcast block found"
 _ENGINES = (
-    "lmcache",
-    "mooncake",
-    "ktransformers",
-    "vllm",
-    "sglang",
-    "sgl_kernel",
-    "tensorrt_llm",
-    "transformers",
-    "aiter",
-    "flashinfer",
-    "deep_gemm",
-    "flash_mla",
-    "sparse_mla",
+    *("vllm", "sglang", "sgl_kernel", "tensorrt_llm", "transformers", "ktransformers", "sparse_mla"),
+    *("aiter", "flashinfer", "deep_gemm", "flash_mla", "lmcache", "mooncake"),
 )
 _LIBRARIES = ("site-packages", "dist-packages", "lib/python", "lib\\python", "<frozen ")
 _QUIET_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING")
