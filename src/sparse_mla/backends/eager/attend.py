@@ -38,6 +38,12 @@ class Attend:
         del device
         self._rank = problem.dims.kv_lora_rank
         self._segment = segment(problem.dims.index_topk)
+        # torch's exp and log call MKL's. The first call of a process that runs on several threads can be less accurate on one
+        # of them, as if they set it up at once: 6 of 164 busy processes had other bits in their first attend. After a call
+        # on one thread none of 162 had.
+        one = torch.ones(1)
+        one.exp()
+        one.log()
 
     def warm_up(self, where: torch.device) -> None:
         """Nothing to compile."""
