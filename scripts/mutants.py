@@ -38,7 +38,7 @@ VLLM = "impl", "indexer", "metadata", "layer_seams", "runtime", "layout", "selec
 CORE = "attention", "batch", "cache", "device", "dims", "footprint", "plan", "problem", "quantize", "requirements"
 DOCTOR = (
     *("advice", "candidates", "evaluation", "expressions", "facts", "findings", "flags", "gpus", "logs"),
-    *("longprefill", "selector", "signatures", "values"),
+    *("log_facts", "longprefill", "selector", "signatures", "values"),
 )
 ENDPOINT = "compare", "localise", "outcome", "prompts", "session", "sweep", "verdicts"
 TARGETS = {
@@ -50,7 +50,7 @@ TARGETS = {
 }
 DOCTOR_TESTS = (
     *("findings", "expressions", "gpus", "logs", "longprefill", "signatures", "selector", "candidates", "messages"),
-    *("excerpts", "audit", "hostile", "knowledge", "cli"),
+    *("log_facts", "excerpts", "audit", "hostile", "knowledge", "cli"),
 )
 UNIT = {
     "core": ("tests/unit", "tests/footprint", "tests/golden", "tests/cli"),

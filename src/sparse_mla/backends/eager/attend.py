@@ -38,9 +38,8 @@ class Attend:
         del device
         self._rank = problem.dims.kv_lora_rank
         self._segment = segment(problem.dims.index_topk)
-        # torch's exp and log call MKL's. The first call of a process that runs on several threads can be less accurate on one
-        # of them, as if they set it up at once: 6 of 164 busy processes had other bits in their first attend. After a call
-        # on one thread none of 162 had.
+        # The first attend of a busy, fresh process could have other bits than the later ones: most likely exp, which several
+        # threads set up at once. After a call on one thread none had (scripts/first_attend.py).
         one = torch.ones(1)
         one.exp()
         one.log()
